@@ -13,12 +13,12 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-variants = runpy.run_path("ssd/kernels/variants.py")
+variants = runpy.run_path("ssd/kernels/cpu/variants.py")
 
 # Loaded by ctypes. What the compiler does not know is left out; without a compiler that is all of them.
 kernels = [
     Extension(
-        f"ssd.kernels.{each.library}",
+        f"ssd.kernels.cpu.{each.library}",
         ["ssd/kernels/cpu/csrc/ssd.c"],
         depends=sorted(map(str, Path("ssd/kernels/cpu/csrc").glob("*.h"))),
         extra_compile_args=[*variants["FLAGS"], *each.flags],

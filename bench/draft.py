@@ -31,7 +31,7 @@ from rich.table import Table
 
 from ssd.core import SamplingParams
 from ssd.execution.graphs import capture
-from ssd.kernels.cpu import set_threads
+from ssd.kernels.cpu.threads import set_threads
 from ssd.kernels.device import kernels
 from ssd.kernels.ops import Branches, DeviceBatch
 from ssd.kernels.quantized import Format

@@ -23,7 +23,7 @@ export LD_PRELOAD="$($compiler -print-file-name=libasan.so) libstdc++.so.6 $scra
 export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 
 # Without kernels, or if it did not see the bounds of tensors, it would find nothing.
-probe="from ssd.kernels import cpu; cpu.build(); ctypes.string_at(torch.ones(9).data_ptr() - 9, 9)"
+probe="from ssd.kernels.cpu import library; library.build(); ctypes.string_at(torch.ones(9).data_ptr() - 9, 9)"
 said=$("$PYTHON" -c "import ctypes, torch; $probe" 2>&1) || true
 case $said in
 *heap-buffer-overflow*) ;;

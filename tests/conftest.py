@@ -225,9 +225,9 @@ def _quick_clients() -> Iterator[None]:
 def host_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs a test with the compiled CPU kernels, and with what stands in for them where there is no C compiler."""
     if request.param == "plain":
-        from ssd.kernels import cpu
+        from ssd.kernels.cpu import library
 
-        monkeypatch.setattr(cpu, "load", lambda: None)
+        monkeypatch.setattr(library, "load", lambda: None)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from ssd.drafting.fan_out import RANKS
 from ssd.execution.batch import Batch
 from ssd.execution.runner import ModelRunner
 from ssd.execution.threads import num_cores
-from ssd.kernels import cpu
+from ssd.kernels.cpu.threads import use_threads
 from ssd.models.open import open_checkpoint
 
 _FEWEST_CORES = 4  # with fewer, a draft has one
@@ -64,7 +64,7 @@ def _seconds(runner: ModelRunner, rows: int, threads: int) -> float:
     """The shortest of some forward passes over so many rows of padding."""
     batch = Batch([runner.state.padding] * rows, [0] * rows, [1] * rows, [1] * rows)
     found = []
-    with cpu.threads(min(threads, torch.get_num_threads())):
+    with use_threads(min(threads, torch.get_num_threads())):
         for _ in range(_REPEATS):
             began = time.perf_counter()
             runner.forward(batch)

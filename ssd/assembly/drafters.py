@@ -38,7 +38,7 @@ from ssd.execution.graphs import row_buckets
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
 from ssd.execution.threads import num_cores
-from ssd.kernels import cpu
+from ssd.kernels.cpu.threads import set_threads
 from ssd.kernels.device import kernels
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.decoder import Decoder
@@ -361,7 +361,7 @@ def build_worker_drafter(setup: Mapping[str, Any]) -> WorkerDrafter:
     device, size = resolve_device(config.device), config.speculation.draft_tensor_parallel_size
     make_current(device)
     if device.type == "cpu":
-        cpu.set_threads(config.speculation.draft_threads or 1)
+        set_threads(config.speculation.draft_threads or 1)
     vocab_size, replica = int(setup["vocab_size"]), int(setup["replica"])
     fan_out = make_fan_out(config.speculation, replica)
     ranks = None

@@ -13,7 +13,7 @@ from ssd.assembly.memory import Loaded, gib
 from ssd.config import EngineConfig
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import DeviceBlockTables, SequenceState
-from ssd.kernels.cpu import trim_heap
+from ssd.kernels.cpu.kernels import trim_heap
 from ssd.kernels.device import kernels, name_of
 from ssd.layers.formats import FormatOf
 from ssd.layers.formats.rounded import rounded

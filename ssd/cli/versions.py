@@ -17,14 +17,15 @@ def report() -> dict[str, str]:
     import torch
 
     from ssd.execution.threads import num_cores
-    from ssd.kernels import cpu
+    from ssd.kernels.cpu import library
+    from ssd.kernels.cpu.kernels import BuildError
 
     packages = [f"{name} {_version(name)}" for name in _PACKAGES]
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     try:
-        variant, compiler = cpu.build().variant, cpu.find_compiler()
+        variant, compiler = library.build().variant, library.find_compiler()
         kernels = f"{variant}, compiled with {' '.join(compiler)}" if compiler else f"{variant}, those of the package"
-    except (cpu.BuildError, OSError) as error:
+    except (BuildError, OSError) as error:
         kernels = f"plain torch, which is not exact: {error}"
     return {
         "ssd": VERSION,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ssd.execution.graphs import capture
-from ssd.kernels.recording import Recordings
+from ssd.kernels.cpu.recording import Recordings
 
 Compute = Callable[[], None]
 

@@ -17,7 +17,7 @@ from typing import Final
 
 import torch
 
-from ssd.kernels import cpu
+from ssd.kernels.cpu.threads import use_threads
 
 TOLERATED: Final = 0.25  # cores that others may use before one thread less is faster
 _INTERVAL: Final = 0.2  # seconds between two measurements: Linux counts in steps of 10 ms
@@ -120,7 +120,7 @@ class ThreadController:
         limit = torch.get_num_threads()
         count = self.count(limit, taken) if limit > 1 else 1
         try:
-            with cpu.threads(count):
+            with use_threads(count):
                 yield
         finally:
             self._left = self.clock()

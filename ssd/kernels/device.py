@@ -37,11 +37,11 @@ def _cuda_kernels() -> Kernels:
 
 @functools.cache
 def _cpu_kernels() -> Kernels:
-    from ssd.kernels import features_cpu, rounds_cpu
-    from ssd.kernels.cpu_ops import CpuOps
+    from ssd.kernels.cpu import features, rounds
+    from ssd.kernels.cpu.ops import CpuOps
     from ssd.kernels.reference import ReferenceOps
 
-    return Kernels(lambda: CpuOps.load() or ReferenceOps(), rounds_cpu, features_cpu)  # the latter without a C compiler
+    return Kernels(lambda: CpuOps.load() or ReferenceOps(), rounds, features)  # the latter without a C compiler
 
 
 def name_of(ops: Ops) -> str:

@@ -17,9 +17,9 @@ from dataclasses import replace
 import torch
 
 from ssd.errors import ConfigError, UnsupportedModel
-from ssd.kernels.cpu_ops import CpuOps
+from ssd.kernels.cpu.ops import CpuOps
+from ssd.kernels.cpu.recording import Recordings
 from ssd.kernels.ops import DeviceBatch, ExpertOutputs, HeadShape, Rows
-from ssd.kernels.recording import Recordings
 from ssd.kernels.reference import ReferenceOps
 from ssd.layers.attention import Attention, LayerKV
 from ssd.layers.experts import Experts

@@ -12,7 +12,7 @@ from enum import IntEnum
 
 import torch
 
-from ssd.kernels import cpu
+from ssd.kernels.cpu import library
 from ssd.kernels.device import kernels
 
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
@@ -77,7 +77,7 @@ def gumbel_of(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     if sampling is not None:
         found: torch.Tensor = sampling.gumbel(keys, vocab_size, *constants())
         return found
-    compiled = cpu.load() if keys.is_cpu else None
+    compiled = library.load() if keys.is_cpu else None
     if compiled is not None:
         return compiled.gumbel(keys.contiguous(), vocab_size, *constants())
     return gumbel_reference(keys, vocab_size)

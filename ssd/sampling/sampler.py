@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from ssd.core import SamplingParams
-from ssd.kernels import cpu
+from ssd.kernels.cpu import library
+from ssd.kernels.cpu.kernels import Noise
 from ssd.kernels.device import kernels
 from ssd.kernels.transfers import upload
 from ssd.sampling import noise
@@ -228,15 +229,13 @@ class Sampler:
                 constants=noise.constants(),
             )
             return found
-        compiled = cpu.load()
+        compiled = library.load()
         if compiled is None:
             return _largest(self._scores(logits, rows, needs), count, excluded)
         if needs.truncated:
             return compiled.best(self._scores(logits, rows, needs), count, excluded)
         slots, positions = rows.slots.contiguous(), rows.positions.contiguous()
-        return compiled.best(
-            logits, count, excluded, cpu.Noise(slots, positions, self.columns.packed, noise.constants())
-        )
+        return compiled.best(logits, count, excluded, Noise(slots, positions, self.columns.packed, noise.constants()))
 
     def distribution(self, logits: torch.Tensor, rows: Rows, needs: Needs) -> torch.Tensor:
         """The distribution of each row: float64 [R, V] (greedy: MIN_TEMPERATURE). `needs.adjusted` changes logits."""

@@ -18,7 +18,8 @@ from ssd.assembly.models import _reported
 from ssd.cli import console, serve
 from ssd.cli.main import app
 from ssd.config import EngineConfig
-from ssd.kernels import cpu, variants
+from ssd.kernels.cpu import library, variants
+from ssd.kernels.cpu.kernels import Kernels
 
 loading = logging.getLogger("ssd.loading")
 
@@ -65,19 +66,19 @@ def test_every_command_says_that_kernels_are_compiled_before_the_wait(
     monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     """Catches half a minute of silence at the first command on a machine, in a pipe."""
-    kernels, said = cpu.load(), list[str]()
+    kernels, said = library.load(), list[str]()
 
-    def load() -> cpu.Kernels | None:
+    def load() -> Kernels | None:
         if not said:
-            cpu._compile(["cc"], variants.usable()[0])
+            library._compile(["cc"], variants.usable()[0])
         return kernels
 
     def compiler(words: list[str]) -> None:
         said.append(sys.stderr.buffer.getvalue().decode())  # type: ignore[attr-defined]
         Path(words[words.index("-o") + 1]).touch()
 
-    monkeypatch.setattr(cpu, "load", load)
-    monkeypatch.setattr(cpu, "_run", compiler)
+    monkeypatch.setattr(library, "load", load)
+    monkeypatch.setattr(library, "_run", compiler)
     monkeypatch.setattr(serve, "_listen", lambda *_: [])
     monkeypatch.setattr(serve, "_run", lambda *_: None)
     ended = CliRunner().invoke(app, [command, *COMMANDS[command], "--device", "cpu"], input="hi\n")

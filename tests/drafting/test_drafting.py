@@ -27,7 +27,7 @@ from ssd.drafting.ssd import BackupPolicy, SSDDrafter
 from ssd.drafting.step import ModelStep
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
-from ssd.kernels import cpu
+from ssd.kernels.cpu import library
 from ssd.kernels.ops import DeviceBatch
 from ssd.kernels.partition import Part
 
@@ -182,7 +182,7 @@ def test_every_branch_is_what_the_model_writes_there(model: DraftModel, alone: L
 
 def test_pieces_are_recorded_and_write_the_same(model: DraftModel, alone: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """From their third time on the passes of branches are repeated by one call each, with the numbers of then."""
-    if cpu.load() is None:
+    if library.load() is None:
         pytest.skip("needs a C compiler")
     computed: list[int] = []
     compute = DraftRunner._compute

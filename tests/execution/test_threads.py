@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ssd.execution.threads import CpuTimes, ThreadController, free_seconds, quotas
-from ssd.kernels import cpu
+from ssd.kernels.cpu.threads import num_threads, openmp_paths
 
 STAT = """cpu  300 30 60 3000 12 0 3 9 0 0
 cpu0 100 10 20 1000 4 0 1 3 0 0
@@ -158,11 +158,11 @@ def test_only_the_work_of_this_thread_is_adapted(monkeypatch: pytest.MonkeyPatch
         machine = Machine(4, others=2.0)
         machine.idle(0.3)
         with machine.controller.adapted():
-            numbers.append((cpu.num_threads(), torch.get_num_threads()))
-            other = threading.Thread(target=lambda: numbers.append((cpu.num_threads(), torch.get_num_threads())))
+            numbers.append((num_threads(), torch.get_num_threads()))
+            other = threading.Thread(target=lambda: numbers.append((num_threads(), torch.get_num_threads())))
             other.start()
             other.join()
-        numbers.append((cpu.num_threads(), torch.get_num_threads()))
+        numbers.append((num_threads(), torch.get_num_threads()))
     finally:
         torch.set_num_threads(before)
     assert numbers == [(2, 1), (3, 3), (3, 3)]
@@ -196,4 +196,4 @@ def test_torch_s_own_openmp_is_the_first_of_several() -> None:
     site = "/venv/site-packages"
     paths = [f"{site}/sentencepiece.libs/libgomp-1.so.1", f"{site}/torch/lib/libgomp.so.1", "/usr/lib/libgomp.so.1"]
     maps = "".join(f"7f00-7f01 r-xp 00000000 08:01 42  {path}\n" for path in (*paths, f"{site}/torch/lib/libtorch.so"))
-    assert cpu.openmp_paths(maps, f"{site}/torch") == [paths[1], paths[2], paths[0]]
+    assert openmp_paths(maps, f"{site}/torch") == [paths[1], paths[2], paths[0]]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ssd.kernels.cpu import Kernels
+from ssd.kernels.cpu.kernels import Kernels
 from ssd.kernels.quantized import Codes
 
 HIDDEN, INNER, HEADS, HEAD_DIM, CONTEXT, BLOCK = 192, 200, 6, 32, 150, 16  # INNER: its last group is smaller

@@ -11,7 +11,7 @@ import torch
 from conftest import mostly_slow
 from device_batches import make_device_batch
 
-from ssd.kernels.cpu_ops import CpuOps
+from ssd.kernels.cpu.ops import CpuOps
 from ssd.kernels.ops import UNSCALED, Branches, DeviceBatch, HeadShape, KVScales, Ops
 from ssd.kernels.reference import ReferenceOps
 

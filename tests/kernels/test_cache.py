@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ssd.kernels import cache, cpu, variants
+from ssd.kernels import cache
+from ssd.kernels.cpu import library, variants
 
 CONTENTS = b"\x7fELF" + bytes(range(256)) * 64
 
@@ -64,12 +65,12 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setattr(cache, "_process_directory", functools.cache(cache._process_directory.__wrapped__))
-    monkeypatch.setattr(cpu, "_run", lambda command: Path(command[command.index("-o") + 1]).write_bytes(CONTENTS))
+    monkeypatch.setattr(library, "_run", lambda command: Path(command[command.index("-o") + 1]).write_bytes(CONTENTS))
     return tmp_path / "ssd"
 
 
 def compiled() -> Path:
-    return cpu._compiled([sys.executable], variants.Variant("any"))
+    return library._compiled([sys.executable], variants.Variant("any"))
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
@@ -82,10 +83,10 @@ def test_compiling_is_announced_before_it_begins(
 ) -> None:
     """Catches half a minute in which nothing is said: a warning is shown to whoever has not set up logging, too."""
     said: list[tuple[str, ...]] = []
-    run = cpu._run
-    monkeypatch.setattr(cpu, "_run", lambda command: (said.append(tuple(caplog.messages)), run(command)))
+    run = library._run
+    monkeypatch.setattr(library, "_run", lambda command: (said.append(tuple(caplog.messages)), run(command)))
     for _ in range(2):
-        cpu._compiled([sys.executable], variants.Variant("avx2"))
+        library._compiled([sys.executable], variants.Variant("avx2"))
     assert said == [("compiling CPU kernels (avx2), once for this machine: takes about half a minute",)]
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
@@ -166,15 +167,15 @@ def test_a_disk_that_is_full_in_the_middle_of_a_file(
 
 def start(tmp_path: Path, *before: str) -> str:
     """What a process logs that loads the kernels, with a "compiler" that copies a library; `before`: its command."""
-    compiler = cpu.find_compiler()
-    if compiler is None or cpu.load() is None:
+    compiler = library.find_compiler()
+    if compiler is None or library.load() is None:
         pytest.skip("no C compiler")
-    library = cpu._compiled(compiler, variants.usable()[0])
+    compiled = library._compiled(compiler, variants.usable()[0])
     copies = tmp_path / "copies"
     if not copies.exists():  # a compiler that was changed is another one
-        copies.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nexec cp {library} "$2"\n')
+        copies.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nexec cp {compiled} "$2"\n')
         copies.chmod(0o755)
-    code = "from ssd.kernels import cpu; assert cpu.load() is not None"
+    code = "from ssd.kernels.cpu import library; assert library.load() is not None"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CC": str(copies)}
     done = subprocess.run(
         [*before, sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from conftest import mostly_slow
 from torch import Tensor
 
-from ssd.kernels import cpu, variants
-from ssd.kernels.cpu import Kernels
+from ssd.kernels.cpu import library, variants
+from ssd.kernels.cpu.kernels import Kernels, PackedWeight
+from ssd.kernels.cpu.threads import use_threads
 from ssd.kernels.ops import UNSCALED, KVScales
 from ssd.sampling import noise
 
@@ -30,7 +31,7 @@ BLOCK = 16
 
 @pytest.fixture(scope="module")
 def kernels() -> Kernels:
-    loaded = cpu.load()
+    loaded = library.load()
     if loaded is None:
         pytest.skip("no C compiler")
     return loaded
@@ -131,7 +132,7 @@ def test_linear_blocks_of_rows(kernels: Kernels) -> None:
     assert torch.equal(whole, torch.cat([kernels.linear(row[None], packed) for row in x]))
 
 
-def unpacked(kernels: Kernels, packed: cpu.PackedWeight) -> Tensor:
+def unpacked(kernels: Kernels, packed: PackedWeight) -> Tensor:
     return kernels.linear(torch.eye(packed.k, dtype=packed.dtype), packed)
 
 
@@ -451,13 +452,13 @@ def resident_bytes() -> int:
 def test_many_threads_compute_what_one_computes(kernels: Kernels) -> None:
     """More threads than cores, loops that follow each other at once or after a pause, callers at the same time."""
     packed, x = kernels.pack_linear(torch.randn(300, 200)), torch.randn(3, 200)
-    with cpu.threads(1):
+    with use_threads(1):
         expected = kernels.linear(x, packed)
     failures: list[int] = []
 
     def call(number: int) -> None:
         for i in range(300):
-            with cpu.threads(2 + (number + i) % 7):
+            with use_threads(2 + (number + i) % 7):
                 if not torch.equal(kernels.linear(x, packed), expected):
                     failures.append(i)
             if i % 50 == number:
@@ -479,7 +480,7 @@ def test_the_workers_of_a_thread_end_with_it_and_take_no_signals(kernels: Kernel
     before, during, blocked = {task.name for task in tasks.iterdir()}, set[str](), list[int]()
 
     def call() -> None:
-        with cpu.threads(4):
+        with use_threads(4):
             kernels.linear(x, packed)
         during.update(task.name for task in tasks.iterdir())
         for new in during - before - {str(threading.get_native_id())}:
@@ -510,10 +511,10 @@ def test_workers_that_a_smaller_number_leaves_out_use_no_core(kernels: Kernels) 
         return int((tasks / task / "schedstat").read_text().split()[0]) / 1e9
 
     def call() -> None:
-        with cpu.threads(6):
+        with use_threads(6):
             kernels.linear(x, packed)
         own = {task.name for task in tasks.iterdir()} - before - {str(threading.get_native_id())}
-        with cpu.threads(2):
+        with use_threads(2):
             kernels.linear(x, packed)
             began, end = {task: seconds(task) for task in own}, time.perf_counter() + 0.1
             while time.perf_counter() < end:
@@ -531,7 +532,7 @@ def test_workers_that_a_smaller_number_leaves_out_use_no_core(kernels: Kernels) 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_forked_process_computes_without_the_workers_of_its_parent(kernels: Kernels) -> None:
     packed, x = kernels.pack_linear(torch.randn(300, 200)), torch.randn(8, 200)
-    with cpu.threads(2):
+    with use_threads(2):
         expected = kernels.linear(x, packed)
         child = os.fork()
         if child == 0:
@@ -547,7 +548,7 @@ def test_a_forked_process_computes_without_the_workers_of_its_parent(kernels: Ke
 
 def test_cached_load_is_quick(kernels: Kernels) -> None:
     start = time.perf_counter()
-    assert isinstance(cpu.build(), Kernels)
+    assert isinstance(library.build(), Kernels)
     assert time.perf_counter() - start < 0.5
 
 
@@ -556,13 +557,13 @@ def test_without_a_compiler_the_kernels_of_the_package_are_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Catches a wheel whose kernels are never loaded, and that fewer of them than this processor could use stop it."""
-    compiler, slowest = cpu.find_compiler(), variants.usable()[-1]
+    compiler, slowest = library.find_compiler(), variants.usable()[-1]
     if compiler is None:
         pytest.skip("no C compiler")
-    (tmp_path / f"{slowest.library}.abi3.so").write_bytes(cpu._compile(compiler, slowest))
-    monkeypatch.setattr(cpu, "FOLDER", tmp_path)
-    monkeypatch.setattr(cpu, "find_compiler", lambda: None)
-    found = cpu.build()
+    (tmp_path / f"{slowest.library}.abi3.so").write_bytes(library._compile(compiler, slowest))
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    monkeypatch.setattr(library, "find_compiler", lambda: None)
+    found = library.build()
     assert found.variant == slowest.name
     packed, x = found.pack_linear(torch.randn(70, 96)), torch.randn(9, 96)
     together = found.linear(x, packed)
@@ -588,28 +589,28 @@ def test_a_processor_gets_no_instructions_that_it_does_not_have(
 
 def test_a_variant_that_this_processor_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSD_CPU_VARIANT", "altivec")
-    with pytest.raises(cpu.BuildError, match=f"'altivec'.*{variants.usable()[-1].name}"):
-        cpu.build()
+    with pytest.raises(library.BuildError, match=f"'altivec'.*{variants.usable()[-1].name}"):
+        library.build()
 
 
 def test_a_change_of_any_source_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Catches a header that the key of the cache leaves out, and one that nothing includes."""
-    shutil.copytree(cpu.SOURCE.parent, tmp_path / "csrc")
-    monkeypatch.setattr(cpu, "SOURCE", tmp_path / "csrc" / "ssd.c")
-    included = re.findall(r'#include "(.+)"', cpu.SOURCE.read_text())
-    assert {*included, "ssd.c"} == {file.name for file in cpu.SOURCE.parent.iterdir()}
-    keys = [cpu._key([sys.executable], variants.PLAIN)]
+    shutil.copytree(library.SOURCE.parent, tmp_path / "csrc")
+    monkeypatch.setattr(library, "SOURCE", tmp_path / "csrc" / "ssd.c")
+    included = re.findall(r'#include "(.+)"', library.SOURCE.read_text())
+    assert {*included, "ssd.c"} == {file.name for file in library.SOURCE.parent.iterdir()}
+    keys = [library._key([sys.executable], variants.PLAIN)]
     for name in included:
-        (cpu.SOURCE.parent / name).write_text("/* another */")
-        keys.append(cpu._key([sys.executable], variants.PLAIN))
+        (library.SOURCE.parent / name).write_text("/* another */")
+        keys.append(library._key([sys.executable], variants.PLAIN))
     assert len(set(keys)) == len(keys)
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    monkeypatch.setattr(cpu, "find_compiler", lambda: None)
-    monkeypatch.setattr(cpu, "FOLDER", tmp_path)  # no kernels of the package beside it
+    monkeypatch.setattr(library, "find_compiler", lambda: None)
+    monkeypatch.setattr(library, "FOLDER", tmp_path)  # no kernels of the package beside it
     with caplog.at_level(logging.WARNING, logger="ssd"):
-        assert cpu.load.__wrapped__() is None
+        assert library.load.__wrapped__() is None
     assert len(caplog.records) == 1
     assert "$CC" in caplog.text
 
@@ -618,7 +619,7 @@ def test_broken_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
     monkeypatch.setenv("CC", "false")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with caplog.at_level(logging.WARNING, logger="ssd"):
-        assert cpu.load.__wrapped__() is None
+        assert library.load.__wrapped__() is None
     assert len([each for each in caplog.records if each.name == "ssd"]) == 1  # beside lines about compiling
     assert not list((tmp_path / "ssd").iterdir())
 
@@ -626,15 +627,15 @@ def test_broken_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
 def test_find_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    assert cpu.find_compiler() is None
+    assert library.find_compiler() is None
     fake = tmp_path / "mycc"
     fake.write_text("#!/bin/sh\n")
     fake.chmod(0o755)
     monkeypatch.setenv("CC", "mycc -m64")
-    assert cpu.find_compiler() == [str(fake), "-m64"]
+    assert library.find_compiler() == [str(fake), "-m64"]
 
 
-def test_wrong_dtypes_are_refused_instead_of_read_as_bytes(kernels: cpu.Kernels) -> None:
+def test_wrong_dtypes_are_refused_instead_of_read_as_bytes(kernels: Kernels) -> None:
     packed = kernels.pack_linear(torch.ones(4, 8))
     for call in (
         lambda: kernels.linear(torch.ones(1, 8, dtype=torch.bfloat16), packed),

@@ -17,10 +17,12 @@ from chains import HIDDEN, quantized_layer
 from gguf_files import SIZES, random_blocks
 from stored_codes import CODES, some_codes
 
-from ssd.kernels import cache, cpu, variants
-from ssd.kernels.cpu import Kernels
-from ssd.kernels.recording import Recordings
-from ssd.kernels.variants import Variant
+from ssd.kernels import cache
+from ssd.kernels.cpu import library, variants
+from ssd.kernels.cpu.kernels import Kernels
+from ssd.kernels.cpu.recording import Recordings
+from ssd.kernels.cpu.threads import use_threads
+from ssd.kernels.cpu.variants import Variant
 from ssd.layers.formats.gguf import BLOCKS
 
 EMULATED = Path(__file__).with_name("emulated_x86")
@@ -37,7 +39,7 @@ ROWS = (1, 4, 5, 16, 17, 35)
 
 @pytest.fixture(scope="module")
 def native() -> Kernels:
-    loaded = cpu.load()
+    loaded = library.load()
     if loaded is None:
         pytest.skip("no C compiler")
     return loaded
@@ -49,13 +51,14 @@ def other(request: pytest.FixtureRequest, native: Kernels) -> Kernels:
     if name not in MACROS:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SSD_CPU_VARIANT", name)
-            return cpu.build()
-    compiler, key = cpu.find_compiler() or [], hashlib.sha256()
-    for file in (*sorted(cpu.SOURCE.parent.iterdir()), *sorted(EMULATED.iterdir())):
+            return library.build()
+    compiler, key = library.find_compiler() or [], hashlib.sha256()
+    for file in (*sorted(library.SOURCE.parent.iterdir()), *sorted(EMULATED.iterdir())):
         key.update(file.read_bytes())
     emulated = Variant(name, flags=("-O1", f"-I{EMULATED}", *(f"-D{macro}" for macro in MACROS[name])))
-    library = cache.compiled(f"emulated-{name}-{key.hexdigest()[:20]}", ".so", lambda: cpu._compile(compiler, emulated))
-    return Kernels(ctypes.CDLL(str(library)), name)
+    stem = f"emulated-{name}-{key.hexdigest()[:20]}"
+    path = cache.compiled(stem, ".so", lambda: library._compile(compiler, emulated))
+    return Kernels(ctypes.CDLL(str(path)), name)
 
 
 @pytest.mark.slow
@@ -190,7 +193,7 @@ def test_attention_has_the_same_bits_in_any_company(
         together = [(0, 0, 30), (1, 0, 30), (2, 0, 30)]
         whole = attend(together, branches).reshape(3, 30, heads, d)
         for threads in (1, 2, 5, 16):  # which share a task if there are few
-            monkeypatch.setattr(cpu, "num_threads", lambda threads=threads: threads)
+            monkeypatch.setattr(library, "num_threads", lambda threads=threads: threads)
             assert torch.equal(attend(together, branches).reshape(whole.shape), whole), threads
             for begin, end in ((29, 30), (2, 9)):
                 assert torch.equal(attend([(0, begin, end)], branches), whole[0, begin:end]), (threads, begin)
@@ -219,6 +222,6 @@ def test_repeated_calls_have_the_same_bits_in_every_variant(other: Kernels, grou
         for threads in (1, 1, 1, 5):
             x.copy_(torch.randn(rows, HIDDEN))
             expected = layer(x)
-            with cpu.threads(threads):
+            with use_threads(threads):
                 found = recordings.run("key", lambda x=x: layer(x), None)
             assert torch.equal(found, expected), (rows, threads)

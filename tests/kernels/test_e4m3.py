@@ -9,7 +9,7 @@ import torch
 from conftest import mostly_slow
 from device_batches import make_device_batch
 
-from ssd.kernels.cpu_ops import CpuOps
+from ssd.kernels.cpu.ops import CpuOps
 from ssd.kernels.ops import DeviceBatch, HeadShape, KVScales, Ops, Rope
 from ssd.kernels.reference import ReferenceOps
 

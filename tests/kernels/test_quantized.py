@@ -7,7 +7,7 @@ import torch
 from conftest import mostly_slow
 from stored_codes import CODES, some_codes
 
-from ssd.kernels.cpu_ops import CpuOps
+from ssd.kernels.cpu.ops import CpuOps
 from ssd.kernels.ops import Ops
 from ssd.kernels.quantized import (
     CodeType,

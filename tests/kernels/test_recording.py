@@ -7,14 +7,16 @@ import pytest
 import torch
 from chains import HIDDEN, quantized_layer
 
-from ssd.kernels import cpu, recording
-from ssd.kernels.recording import Arena, Recordings
+from ssd.kernels.cpu import library, recording
+from ssd.kernels.cpu.kernels import PackedWeight
+from ssd.kernels.cpu.recording import Arena, Recordings
+from ssd.kernels.cpu.threads import use_threads
 
-kernels = cpu.load()
+kernels = library.load()
 pytestmark = pytest.mark.skipif(kernels is None, reason="needs a C compiler")
 
 
-def run(recordings: Recordings, x: torch.Tensor, weight: cpu.PackedWeight, norm: torch.Tensor) -> torch.Tensor:
+def run(recordings: Recordings, x: torch.Tensor, weight: PackedWeight, norm: torch.Tensor) -> torch.Tensor:
     assert kernels is not None
     compute = kernels
 
@@ -33,7 +35,7 @@ def test_repeats_with_the_numbers_and_the_threads_of_now(dtype: torch.dtype) -> 
     for threads in (1, 2, 1, 2):
         x.copy_(torch.randn(3, 64))
         expected = run(Recordings(kernels.repeat), x, weight, norm)
-        with cpu.threads(threads):
+        with use_threads(threads):
             assert torch.equal(run(recordings, x, weight, norm), expected)
 
 
@@ -47,7 +49,7 @@ def test_rows_that_are_packed_by_the_call_before(dtype: torch.dtype, group: int,
         for threads in (1, 1, 1, 2, 5, 16):
             x.copy_(torch.randn(rows, HIDDEN))
             expected = layer(x)
-            with cpu.threads(threads):
+            with use_threads(threads):
                 found = recordings.run("key", lambda x=x: layer(x), None)
             assert torch.equal(found, expected), (rows, threads)
 

@@ -14,7 +14,9 @@ from ssd.core import Origin
 from ssd.execution import batch as batches
 from ssd.execution.batch import Batch, BatchInputs, TileSizes
 from ssd.execution.state import SequenceState
-from ssd.kernels import cpu, features_cpu, rounds_cpu
+from ssd.kernels.cpu import features as features_cpu
+from ssd.kernels.cpu import library
+from ssd.kernels.cpu import rounds as rounds_cpu
 
 rounds = pytest.importorskip("ssd.kernels.rounds", exc_type=ImportError)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -134,7 +136,7 @@ def test_rows_that_are_not_there(name: str, value: int) -> None:
         state.length[2] = value
     else:
         inputs[name][0] = value
-    if name == "length" and cpu.load() is None:
+    if name == "length" and library.load() is None:
         pytest.skip("numpy reads the last token of the row")
     with pytest.raises(IndexError):
         inputs.prepare(state, [world.tables], BLOCK_SIZE)
@@ -216,7 +218,7 @@ def test_choices_of_garbage_stay_in_the_vocabulary() -> None:
 )
 def test_decisions_that_are_not_there(slots: list[int], counts: list[int]) -> None:
     """Slots and numbers of logit rows that no batch has are refused by the compiled kernel, which reads addresses."""
-    if cpu.load() is None:
+    if library.load() is None:
         pytest.skip("no C compiler")
     with pytest.raises(IndexError):
         accept_two(rounds_cpu, World(1).state(CPU), slots, [3, 4], counts)
@@ -412,7 +414,7 @@ def test_features(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
 
 def test_slots_that_are_not_there_are_refused() -> None:
     """The compiled kernels read addresses."""
-    if cpu.load() is None:
+    if library.load() is None:
         pytest.skip("needs a C compiler")
     state = World(1).state(CPU)
     chain, confidence = torch.zeros((3, 9), dtype=torch.int32), torch.zeros(3, 9)

@@ -11,7 +11,7 @@ import transformers
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
-from ssd.kernels.cpu_ops import CpuOps
+from ssd.kernels.cpu.ops import CpuOps
 from ssd.kernels.ops import GLU, ExpertOutputs, Ops
 from ssd.kernels.reference import ReferenceOps
 from ssd.layers.experts import Experts

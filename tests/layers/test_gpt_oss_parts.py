@@ -10,7 +10,7 @@ from device_batches import make_device_batch
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssRMSNorm, GptOssRotaryEmbedding
 
-from ssd.kernels.cpu_ops import CpuOps
+from ssd.kernels.cpu.ops import CpuOps
 from ssd.kernels.ops import DeviceBatch, Ops
 from ssd.kernels.reference import ReferenceOps
 from ssd.layers.attention import Attention

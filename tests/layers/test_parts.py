@@ -11,7 +11,7 @@ from device_batches import make_device_batch
 from random_weights import RandomCheckpoint
 
 from ssd.errors import UnsupportedModel
-from ssd.kernels.cpu_ops import CpuOps
+from ssd.kernels.cpu.ops import CpuOps
 from ssd.kernels.ops import DeviceBatch, Ops
 from ssd.kernels.reference import ReferenceOps
 from ssd.layers.formats import DENSE, FormatOf, Use, WeightFormat, dense

@@ -15,7 +15,7 @@ from test_tensor_parallel import logits, on_ranks
 
 from ssd import LLM, SamplingParams
 from ssd.errors import ConfigError, UnsupportedModel
-from ssd.kernels import cpu
+from ssd.kernels.cpu import library
 from ssd.kernels.device import kernels
 from ssd.kernels.quantized import dequantize, rounded_rows
 from ssd.layers.formats.gguf import BLOCKS, Blocks
@@ -60,7 +60,7 @@ def test_blocks_are_not_cut(kind: str) -> None:
 def test_products_on_a_cpu_take_rows_of_8_bits(kind: str) -> None:
     """Each row as `rounded_rows` has it, with a scale for each group of the weight; the same bits in any company, and
     rows that are looked up are the weights themselves."""
-    loaded = cpu.load()
+    loaded = library.load()
     if loaded is None:
         pytest.skip("no C compiler")
     blocks = torch.from_numpy(random_blocks(kind, 70, 512, sizes=SIZES.get(kind, (0.01, -0.07))))

@@ -56,7 +56,7 @@ def test_plain_torch_without_a_compiler(
     make_model: Callable[[str], TestModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine without a C compiler decodes the same text with plain torch."""
-    from ssd.kernels.cpu_ops import CpuOps
+    from ssd.kernels.cpu.ops import CpuOps
 
     model = make_model("llama3-scaled")
     prompts, params = [prompt(n) for n in LENGTHS], SamplingParams(max_new_tokens=24, ignore_eos=True)

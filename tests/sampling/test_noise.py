@@ -150,7 +150,7 @@ def test_the_kernel_is_the_torch_code() -> None:
 
 def test_without_a_compiler_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a fallback that nobody calls."""
-    monkeypatch.setattr("ssd.kernels.cpu.load", lambda: None)
+    monkeypatch.setattr("ssd.kernels.cpu.library.load", lambda: None)
     some = keys(31, range(3))
     assert torch.equal(gumbel(some, 100, CPU), plain(some, 100, CPU))
 

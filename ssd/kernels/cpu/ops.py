@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from ssd.kernels import cpu
+from ssd.kernels.cpu import library
+from ssd.kernels.cpu.kernels import Kernels, PackedExperts, PackedWeight, has_half_scales
 from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, RoundedRows, SharedOps
 from ssd.kernels.quantized import Codes, RowType, rounded_rows
 
-Packed = cpu.PackedWeight | cpu.PackedExperts
+Packed = PackedWeight | PackedExperts
 
 
 class CpuOps(SharedOps):
     """float32 and bfloat16 on the CPU."""
 
-    def __init__(self, kernels: cpu.Kernels) -> None:
+    def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
         self.embedding = kernels.embedding
         self.codes_embedding = kernels.codes_embedding
@@ -25,14 +26,14 @@ class CpuOps(SharedOps):
     @classmethod
     def load(cls) -> CpuOps | None:
         """None (after a warning) where the kernels cannot be compiled."""
-        kernels = cpu.load()
+        kernels = library.load()
         return None if kernels is None else cls(kernels)
 
     def prepare(self, weight: torch.Tensor, *, gated: bool = False, experts: int = 0) -> Packed:
         if not experts:
             return self.kernels.pack_linear(weight, gated)
         each = _rows_of(experts, len(weight), gated)
-        return cpu.PackedExperts(tuple(self.kernels.pack_linear(weight[rows], gated) for rows in each))
+        return PackedExperts(tuple(self.kernels.pack_linear(weight[rows], gated) for rows in each))
 
     def prepare_codes(
         self,
@@ -48,9 +49,9 @@ class CpuOps(SharedOps):
         coarse |= not exact and rows is None
         if not experts:
             return self.kernels.pack_codes(codes, dtype, gated, coarse=coarse)
-        each, half = _rows_of(experts, len(codes.values), gated), cpu.has_half_scales(codes)
+        each, half = _rows_of(experts, len(codes.values), gated), has_half_scales(codes)
         packed = (self.kernels.pack_codes(codes.rows(own), dtype, gated, coarse=coarse, half=half) for own in each)
-        return cpu.PackedExperts(tuple(packed))
+        return PackedExperts(tuple(packed))
 
     def round_rows(
         self, x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None, weight: object = None
@@ -60,7 +61,7 @@ class CpuOps(SharedOps):
     def codes_linear(
         self,
         x: torch.Tensor,
-        weight: cpu.PackedWeight,
+        weight: PackedWeight,
         bias: torch.Tensor | None = None,
         *,
         gated: bool = False,

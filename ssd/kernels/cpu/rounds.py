@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ssd.kernels import cpu
+from ssd.kernels.cpu import library
 
 _Ints = np.ndarray
 _LOWEST = np.float32(-1e38)
@@ -32,7 +32,7 @@ def prepare_rows(
     out: tuple[torch.Tensor, ...],
     block_size: int,
 ) -> None:
-    kernels = cpu.load()
+    kernels = library.load()
     if kernels is not None:
         inputs = (row_work, slots, starts, query_start, logit_rows, length, token_ids, drafts, tables)
         if kernels.prepare_rows(
@@ -74,7 +74,7 @@ def accept(
     out: torch.Tensor,
     vocab_size: int,
 ) -> None:
-    kernels = cpu.load()
+    kernels = library.load()
     if kernels is not None:
         tensors = (chosen, slots, first_row, num_logits, length, token_ids, drafts, num_accepted, origin, out)
         sizes = (chosen.shape[0], slots.shape[0], *token_ids.shape, drafts.shape[1], vocab_size)
@@ -118,7 +118,7 @@ def stage(
     vocab_size: int,
     fork: bool,
 ) -> None:
-    kernels, reads = cpu.load(), tokens.shape[1] - 1
+    kernels, reads = library.load(), tokens.shape[1] - 1
     if kernels is not None:
         inputs = (slots, num_drafted, length, token_ids, drafts, confidence, origin)
         outputs = (computed, first, count, tokens, verified_confidence, hit)
@@ -159,7 +159,7 @@ def look_up(
     hit: int,
     miss: int,
 ) -> None:
-    kernels, width = cpu.load(), after.shape[1]
+    kernels, width = library.load(), after.shape[1]
     if kernels is not None:
         inputs = (slots, after, chain, chain_confidence, length, token_ids, num_accepted)
         sizes = (slots.shape[0], width, after.stride(0), chain.shape[1], depth, *token_ids.shape, drafts.shape[1])
@@ -193,7 +193,7 @@ def store(
     origin: torch.Tensor,
     value: int,
 ) -> None:
-    kernels = cpu.load()
+    kernels = library.load()
     if kernels is not None:
         tensors = (slots, chain, chain_confidence, drafts, confidence, origin)
         sizes = (slots.shape[0], chain.shape[1], count, *drafts.shape, value)
@@ -220,7 +220,7 @@ def extend_rows(
     vocab_size: int,
     out: tuple[torch.Tensor, ...],
 ) -> None:
-    kernels, rows = cpu.load(), out[0].shape[0]
+    kernels, rows = library.load(), out[0].shape[0]
     width = 1 if after is None else after.shape[1]
     if kernels is not None:
         before = None if after is None else after.data_ptr()
@@ -248,7 +248,7 @@ def keep_best(
     column: int,
     max_confidence: float,
 ) -> None:
-    kernels = cpu.load()
+    kernels = library.load()
     if kernels is not None:
         addresses = (t.data_ptr() for t in (best, scores, chain, confidence))
         kernels.keep_best(*addresses, *best.shape, chain.shape[1], column, max_confidence)

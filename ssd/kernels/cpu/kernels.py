@@ -1,4 +1,4 @@
-"""CPU kernels: compiles `cpu/csrc` once per machine and calls it through ctypes.
+"""The compiled CPU kernels, called through ctypes.
 
 Why: torch's CPU matrix products change algorithm, hence bits, with the number of rows. These kernels are row-invariant
 (see `ssd.c`), near memory bandwidth for one row and near the FMA peak for eight and more.
@@ -12,18 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import logging
-import os
-import platform
-import re
-import shlex
-import shutil
-import subprocess
-import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,17 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssd.kernels import cache, recording
+from ssd.kernels.cpu import recording
+from ssd.kernels.cpu.threads import num_threads
 from ssd.kernels.ops import GLU, SWIGLU, UNSCALED, KVScales, Routing
 from ssd.kernels.quantized import Codes, CodeType, bits_of, doubled_fp4
-from ssd.kernels.variants import FLAGS, Variant, usable
 
-logger = logging.getLogger("ssd")
-
-FOLDER = Path(__file__).parent  # where `setup.py` puts libraries
-SOURCE = FOLDER / "cpu" / "csrc" / "ssd.c"  # includes the other files there
 _CPU = torch.device("cpu")  # every tensor states its dtype and device: torch's defaults are the user's
-COMPILE_TIMEOUT_S = 900  # with sanitizers and AVX-512, minutes
 _PACKED = 1 << 21  # weights packed at a time
 
 
@@ -148,7 +133,7 @@ class Kernels:
     """The compiled kernels. The number of threads (`num_threads`) never changes a result's bits."""
 
     def __init__(self, library: ctypes.CDLL, variant: str) -> None:
-        self.variant = variant  # name of the instruction set, see `ssd.kernels.variants`
+        self.variant = variant  # name of the instruction set, see `ssd.kernels.cpu.variants`
         self.build = Path(library._name).stem.rpartition("-")[2]  # hash of the machine code, see `ssd.kernels.cache`
         for name, argtypes in _SIGNATURES.items():
             function = getattr(library, name)
@@ -524,156 +509,3 @@ def _recorded(function: Any, number: int) -> Callable[..., int]:
 def _together(kind: CodeType) -> int:
     """Weights of a row that lie side by side in a panel."""
     return 1 if kind == "fp8" else 4
-
-
-@functools.cache
-def load() -> Kernels | None:
-    """The kernels, compiled if need be; None, after one warning that says what to do, where that is impossible."""
-    try:
-        return build()
-    except (BuildError, OSError, subprocess.SubprocessError) as error:
-        logger.warning(
-            "CPU kernels are off (%s); the engine falls back to plain torch, which is slower and whose numbers may "
-            "vary with the batch. Install gcc or clang, or point $CC to one, and start again.",
-            error,
-        )
-        return None
-
-
-def build() -> Kernels:
-    """Compile (or find in the cache) and load the kernels, for the best instruction set that this machine can use.
-
-    Without a compiler: those that came with the package. $SSD_CPU_VARIANT names another instruction set.
-    """
-    compiler, wanted, failures = find_compiler(), os.environ.get("SSD_CPU_VARIANT"), list[str]()
-    variants = [each for each in usable() if wanted in (None, "", each.name)]
-    if not variants:
-        names = ", ".join(each.name for each in usable())
-        raise BuildError(f"SSD_CPU_VARIANT={wanted!r} is not one that this processor can run: {names}")
-    for variant in variants:
-        try:
-            return _built(compiler, variant)
-        except (BuildError, OSError) as error:  # an old compiler or system does not know it
-            failures.append(str(error))
-            logger.debug("CPU kernels: %s failed: %s", variant.name, error)
-    raise BuildError(failures[-1])
-
-
-def _built(compiler: list[str] | None, variant: Variant) -> Kernels:
-    if compiler is None:
-        return Kernels(ctypes.CDLL(str(prebuilt(variant))), variant.name)
-    return Kernels(ctypes.CDLL(str(_compiled(compiler, variant))), variant.name)
-
-
-def find_compiler() -> list[str] | None:
-    """The compiler's command: $CC (which may carry options), else cc, gcc or clang."""
-    for candidate in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
-        try:
-            command = shlex.split(candidate)
-        except ValueError as error:
-            raise BuildError(f"CC={candidate!r} cannot be read ({error})") from error
-        path = shutil.which(command[0]) if command else None
-        if path is not None:
-            return [path, *command[1:]]
-    return None
-
-
-def prebuilt(variant: Variant) -> Path:
-    """The library that `setup.py` has compiled."""
-    found = next(iter(sorted(FOLDER.glob(f"{variant.library}.*so"))), None)
-    if found is None:
-        raise BuildError(f"no C compiler found, and the package was installed without kernels for {variant.name}")
-    return found
-
-
-# --- threads ----------------------------------------------------------------------------------------------------------
-
-_local = threading.local()
-
-
-def num_threads() -> int:
-    """Threads of a kernel that the calling thread runs: what `set_threads` said, else torch's number."""
-    return getattr(_local, "count", 0) or torch.get_num_threads()
-
-
-def set_threads(count: int) -> None:
-    """Sets the number for kernels of the calling thread. Its torch operators, which are small, have one from then on:
-    OpenMP's workers keep their cores busy for a while after each of them, and kernels need these cores."""
-    _local.count = count
-    _set_openmp_threads(1)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """`set_threads` for what is inside."""
-    before, of_torch = getattr(_local, "count", 0), torch.get_num_threads()
-    set_threads(count)
-    try:
-        yield
-    finally:
-        _local.count = before
-        _set_openmp_threads(of_torch)
-
-
-def _set_openmp_threads(count: int) -> None:
-    """`torch.set_num_threads` for the calling thread alone: threads that call torch later for the first time do not get
-    this number."""
-    library = _openmp()
-    if library is not None:
-        library.omp_set_num_threads(count)
-
-
-@functools.cache
-def _openmp() -> ctypes.CDLL | None:
-    """The OpenMP runtime that torch has loaded. Only Linux tells which."""
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return None
-    for path in openmp_paths(maps, str(Path(torch.__file__).parent)):
-        with suppress(OSError):
-            return ctypes.CDLL(path)
-    return None
-
-
-def openmp_paths(maps: str, torch_folder: str) -> list[str]:
-    """The OpenMP runtimes that a process has mapped (/proc/PID/maps), torch's first: other packages bring their own."""
-    mapped = {fields[5] for line in maps.splitlines() if len(fields := line.split(None, 5)) == 6}
-    paths = sorted(path for path in mapped if re.search(r"/lib(?:gomp|iomp5|omp)[-.\w]*\.so[^/]*$", path))
-    own = f"{torch_folder}/", f"{torch_folder}.libs/"
-    return sorted(paths, key=lambda path: not path.startswith(own))
-
-
-# --- compiling --------------------------------------------------------------------------------------------------------
-
-
-def _compiled(compiler: list[str], variant: Variant) -> Path:
-    """The shared library's path, compiling it first if this machine has not yet."""
-    return cache.compiled(f"cpu-{_key(compiler, variant)}", ".so", lambda: _compile(compiler, variant))
-
-
-def _key(compiler: list[str], variant: Variant) -> str:
-    """Hash of everything that affects the machine code. The compiler's file is hashed in place of its version."""
-    binary = Path(compiler[0]).resolve()
-    found = binary.stat()
-    flags = (*FLAGS, *variant.flags)
-    identity = [*compiler, str(binary), str(found.st_size), str(found.st_mtime_ns), *flags, platform.machine()]
-    sources = (file.read_bytes() for file in sorted(SOURCE.parent.iterdir()))
-    return hashlib.sha256(b"".join(sources) + "\0".join(identity).encode()).hexdigest()[:20]
-
-
-def _compile(compiler: list[str], variant: Variant) -> bytes:
-    """Says so before: a warning, which Python shows by default, since the process seems to hang meanwhile."""
-    logging.getLogger("ssd.loading").warning(
-        "compiling CPU kernels (%s), once for this machine: takes about half a minute", variant.name
-    )
-    with tempfile.TemporaryDirectory() as scratch:
-        library = Path(scratch) / "cpu.so"
-        _run([*compiler, *FLAGS, *variant.flags, "-shared", str(SOURCE), "-o", str(library), "-lm", "-lpthread"])
-        return library.read_bytes()
-
-
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
-    if done.returncode:
-        raise BuildError(f"{shlex.join(command)} failed: {done.stderr.strip()[-500:]}")
