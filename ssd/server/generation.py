@@ -20,6 +20,7 @@ from ssd.engine.submission import AsyncSubmission
 from ssd.errors import EngineFailed
 from ssd.llm import LLM, Prompt, check_served
 from ssd.server.admission import Admission
+from ssd.server.bodies import on_thread
 from ssd.server.errors import ApiError
 from ssd.server.metrics import HttpRequests, Metrics
 from ssd.server.options import ServerOptions
@@ -124,11 +125,12 @@ async def start(
     timeout = state.options.request_timeout
     deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
     submissions: list[AsyncSubmission] = []
+    large = request.state.large
     try:
-        encoded = [await asyncio.to_thread(state.llm.encode, prompt, chat_options) for prompt in prompts]
+        encoded = [await on_thread(large, state.llm.encode, prompt, chat_options, bounded=True) for prompt in prompts]
         async with asyncio.timeout_at(deadline):
             grammar = await driver.compiled(params)  # not on the threads that tokenize
-        checked = [await asyncio.to_thread(driver.check, token_ids, params, grammar) for token_ids in encoded]
+        checked = [await on_thread(large, driver.check, token_ids, params, grammar) for token_ids in encoded]
         permit.add_tokens(sum(_cost(state, token_ids, params) for token_ids in encoded))
         for each in checked:
             group = submissions[0].request_id if submissions else ""
