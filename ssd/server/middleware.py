@@ -17,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ssd.server.bodies import LARGE
-from ssd.server.errors import ApiError
+from ssd.server.errors import GONE, ApiError
 from ssd.server.options import ServerOptions, is_loopback
 from ssd.server.playground import PAGE
 
@@ -25,7 +25,6 @@ access_log = logging.getLogger("ssd.access")
 _PROBES: Final = frozenset({"/health", "/health/ready"})  # served under any host name
 OPEN_PATHS: Final = frozenset({*_PROBES, *PAGE})  # served without an API key
 _POLLED: Final = frozenset({*_PROBES, "/metrics", "/playground/state"})  # not in the access log unless they fail
-_GONE: Final = 499  # nginx's: the client went away before it was answered
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -60,7 +59,7 @@ class RequestIdMiddleware:
         try:
             await self._app(scope, receive, tagged)
         finally:
-            status = scope["state"].get("status", status) or _GONE  # the former: the connection has answered itself
+            status = scope["state"].get("status", status) or GONE  # the former: the connection has answered itself
             scope["app"].state.server.http_requests.count(scope["path"], status)
             if self._log and not (scope["path"] in _POLLED and status < HTTPStatus.BAD_REQUEST):
                 self._write_log(scope, status, time.perf_counter() - begin)
