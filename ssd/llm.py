@@ -38,6 +38,7 @@ log = logging.getLogger("ssd")
 loading = logging.getLogger("ssd.loading")
 
 _MEASURING_SECONDS, _MEASURING_TOKENS = 3.0, 256  # at the start with mode="auto", at most
+_LONG_TEXT = 1 << 16  # characters; shorter ones are tokenized in milliseconds
 
 Message = dict[str, Any]
 Prompt = str | Seq[int] | Seq[Message]  # text, token ids, or chat messages
@@ -284,7 +285,7 @@ class LLM:
         `bounded`: raises PromptTooLong if its length shows that it exceeds the model's context; megabytes would take
         seconds to tokenize.
         """
-        if bounded:
+        if bounded and len(text) > _LONG_TEXT:
             self.driver.check_length(self.tokenizer.least_tokens(text), more=True)
         return self.tokenizer.encode(text, add_special_tokens)
 

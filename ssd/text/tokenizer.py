@@ -6,6 +6,7 @@ Loads `tokenizer.json` directly and renders chat templates the way Hugging Face 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from datetime import date
@@ -52,7 +53,6 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder() if backend is not None else {}
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._whole: dict[int, bool] = {}  # see `is_whole`
-        self._chars_per_token = chars_per_token(backend) if backend is not None else None
         if backend is not None:
             backend.no_truncation()  # a limit baked into the file must not shorten prompts silently
             backend.no_padding()
@@ -136,6 +136,11 @@ class Tokenizer:
     def least_tokens(self, text: str) -> int:
         """Lower bound of the tokens of a text, by its length; 0 for a tokenizer that may leave out characters."""
         return 0 if self._chars_per_token is None else math.ceil(len(text) / self._chars_per_token)
+
+    @functools.cached_property
+    def _chars_per_token(self) -> float | None:
+        """Takes tenths of a second for a large vocabulary: computed when it is first asked for."""
+        return chars_per_token(self.backend)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids, exactly as the tokens spell it (no clean-up of spaces)."""
