@@ -38,6 +38,7 @@ log = logging.getLogger("ssd")
 loading = logging.getLogger("ssd.loading")
 
 _MEASURING_SECONDS, _MEASURING_TOKENS = 3.0, 256  # at the start with mode="auto", at most
+_LONG_TEXT = 1 << 16  # characters; shorter ones are tokenized in milliseconds
 
 Message = dict[str, Any]
 Prompt = str | Seq[int] | Seq[Message]  # text, token ids, or chat messages
@@ -270,9 +271,23 @@ class LLM:
         """The prompt text of a chat, by the model's template; encode it with `add_special_tokens=False`."""
         return self.tokenizer.apply_chat_template(messages, **self._checked_options(chat_options or {}))
 
-    def encode(self, prompt: Prompt, chat_options: Mapping[str, Any] | None = None) -> list[int]:
-        """Token ids of a prompt; a chat is rendered by the model's template."""
-        return self._read(prompt, chat_options)[1]
+    def encode(
+        self, prompt: Prompt, chat_options: Mapping[str, Any] | None = None, *, bounded: bool = False
+    ) -> list[int]:
+        """Token ids of a prompt; a chat is rendered by the model's template. `bounded`: as in `encode_text`."""
+        if bounded and isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+            self.driver.check_length(len(prompt))
+        return self._read(prompt, chat_options, bounded)[1]
+
+    def encode_text(self, text: str, *, add_special_tokens: bool = True, bounded: bool = False) -> list[int]:
+        """Token ids of a text.
+
+        `bounded`: raises PromptTooLong if its length shows that it exceeds the model's context; megabytes would take
+        seconds to tokenize.
+        """
+        if bounded and len(text) > _LONG_TEXT:
+            self.driver.check_length(self.tokenizer.least_tokens(text), more=True)
+        return self.tokenizer.encode(text, add_special_tokens)
 
     def decode(self, token_ids: Seq[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
@@ -280,15 +295,17 @@ class LLM:
             raise RequestError(f"token_ids={token_ids!r}: must be a list of token ids")
         return self.tokenizer.decode(token_ids, skip_special_tokens)
 
-    def _read(self, prompt: Prompt, chat_options: Mapping[str, Any] | None) -> tuple[str | None, list[int]]:
+    def _read(
+        self, prompt: Prompt, chat_options: Mapping[str, Any] | None, bounded: bool = False
+    ) -> tuple[str | None, list[int]]:
         """Text (None if it was given as ids) and token ids of a prompt."""
         kind = _kind(prompt)
         if kind == "ids":
             return None, list(map(int, cast("Seq[int]", prompt)))
         if kind == "text":
-            return cast(str, prompt), self.tokenizer.encode(cast(str, prompt))
+            return cast(str, prompt), self.encode_text(cast(str, prompt), bounded=bounded)
         text = self.render_chat(cast("Seq[Message]", prompt), chat_options)
-        return text, self.tokenizer.encode(text, add_special_tokens=False)
+        return text, self.encode_text(text, add_special_tokens=False, bounded=bounded)
 
     def _check(
         self, prompt: Prompt, params: SamplingParams, chat_options: Mapping[str, Any] | None, single: bool

@@ -27,7 +27,7 @@ from ssd.core import RequestOutput, SamplingParams
 from ssd.decoding.observer import RoundObserver
 from ssd.engine.engine import Engine
 from ssd.engine.submission import AsyncSubmission, Item, LoopDelivery, Sink, Submission
-from ssd.engine.validation import CheckedRequest, check_request
+from ssd.engine.validation import CheckedRequest, check_length, check_request
 from ssd.errors import EngineClosed, EngineFailed, RequestError
 from ssd.execution.threads import ThreadController
 
@@ -85,6 +85,11 @@ class Driver:
         """Raises RequestError for a request that cannot be served. `grammar`: from `compiled`; else it waits for it."""
         with self._counting_refusals():
             return check_request(prompt_token_ids, params, self.limits, grammar)
+
+    def check_length(self, num_tokens: int, *, more: bool = False) -> None:
+        """Raises PromptTooLong for a prompt of so many tokens that cannot be served. `more`: it may have more."""
+        with self._counting_refusals():
+            check_length(num_tokens, self.limits, more=more)
 
     async def compiled(self, params: SamplingParams) -> Grammar | None:
         """The compiled grammar of structured output, if any, for asyncio; RequestError if there can be none."""

@@ -43,16 +43,11 @@ def check_request(
     """
     if not prompt_token_ids:
         raise RequestError("the prompt is empty: pass at least one token (a BOS token, say)")
+    check_length(len(prompt_token_ids), limits)
     if set(map(type, prompt_token_ids)) != {int}:
         raise RequestError("the prompt holds token ids that are no integers: pass a list of Python's own")
     if not 0 <= min(prompt_token_ids) <= max(prompt_token_ids) < limits.vocab_size:
         raise RequestError(f"the prompt holds token ids outside 0..{limits.vocab_size - 1}: use the model's tokenizer")
-    if len(prompt_token_ids) >= limits.max_model_len:
-        raise PromptTooLong(
-            f"the prompt is too long: it has {len(prompt_token_ids)} tokens, and this model's maximum context length "
-            f"is {limits.max_model_len} (max_model_len), with at least one new token: "
-            f"{_shorter(len(prompt_token_ids), limits)}"
-        )
     for name in ("logit_bias", "stop_token_ids"):
         check_count(name, getattr(params, name), limits.vocab_size)
         if max(getattr(params, name), default=0) >= limits.vocab_size:
@@ -69,6 +64,16 @@ def check_request(
         constraints = tuple(Constraint(grammar) for _ in range(params.n))
     stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else limits.stop_token_ids)
     return CheckedRequest(tuple(prompt_token_ids), params, stops, constraints)
+
+
+def check_length(num_tokens: int, limits: Limits, *, more: bool = False) -> None:
+    """Raises PromptTooLong if a prompt of so many tokens leaves no room for another. `more`: it may have more."""
+    if num_tokens >= limits.max_model_len:
+        count = f"at least {num_tokens}" if more else f"{num_tokens}"
+        raise PromptTooLong(
+            f"the prompt is too long: it has {count} tokens, and this model's maximum context length is "
+            f"{limits.max_model_len} (max_model_len), with at least one new token: {_shorter(num_tokens, limits)}"
+        )
 
 
 def check_count(name: str, listed: Sized, vocab_size: int) -> None:

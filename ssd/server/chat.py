@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -15,11 +14,12 @@ from ssd.core import Delta, RequestOutput, Sample, SamplingParams
 from ssd.errors import RequestError
 from ssd.llm import LLM, Prompt
 from ssd.server.answers import STREAMED, chat_logprobs, check_common, event_stream, usage, worth_sending
+from ssd.server.bodies import JsonRoute, on_thread
 from ssd.server.chat_messages import effort_options, message_delta, message_fields, template_message
 from ssd.server.errors import ApiError, AsciiJSON, api_error, invalid, renaming
 from ssd.server.generation import Generation, ServerState, start
 from ssd.server.harmony_answers import in_harmony
-from ssd.server.protocol import ChatRequest, JsonRoute
+from ssd.server.protocol import ChatRequest
 from ssd.server.tool_prompt import as_text
 from ssd.server.tool_use import ToolUse, message_format, read_tools, special_tags
 from ssd.text.events import Event
@@ -57,13 +57,13 @@ async def start_chat(state: ServerState, body: ChatRequest, request: Request) ->
     """Submits a chat; also returns how its messages are parsed. Other endpoints translate their requests to chats."""
     check_common(request, body)
     with renaming(body.field_names):
-        given, params, prompt, options, template, tools = await asyncio.to_thread(_read_all, state, body)
+        given, params, prompt, options, template, tools = await on_thread(request.state.large, _read_all, state, body)
         stream = bool(body.stream)
         try:
             [generation] = await start(state, [prompt], params, request=request, stream=stream, chat_options=options)
         except RequestError:
             if tools is not None and params.structured is not None:
-                await asyncio.to_thread(tools.check_schemas, given, state.llm.driver.limits)
+                await on_thread(request.state.large, tools.check_schemas, given, state.llm.driver.limits)
             raise
     prompt_end = state.llm.decode(generation.prompt_token_ids[-PROMPT_END:], skip_special_tokens=False)
     return generation, message_format(template, prompt_end, tools)
@@ -72,8 +72,8 @@ async def start_chat(state: ServerState, body: ChatRequest, request: Request) ->
 async def prompt_tokens(state: ServerState, body: ChatRequest, request: Request) -> list[int]:
     """The tokens of a chat's prompt."""
     check_common(request, body)
-    prompt, options, _, _ = await asyncio.to_thread(_read, state, body)
-    return await asyncio.to_thread(state.llm.encode, prompt, options)
+    prompt, options, _, _ = await on_thread(request.state.large, _read, state, body, bounded=False)
+    return await on_thread(request.state.large, state.llm.encode, prompt, options)
 
 
 class MessageWriter(Protocol):
@@ -142,7 +142,7 @@ def _read_all(
 ) -> tuple[SamplingParams, SamplingParams, Prompt, dict[str, Any], str, ToolUse | None]:
     """The sampling parameters, those with the tools' grammar, and what `_read` returns."""
     given = _params(body, state)
-    prompt, options, template, tools = _read(state, body)
+    prompt, options, template, tools = _read(state, body, bounded=True)
     params = given if tools is None else tools.constrained(given)
     if is_harmony(template):
         params = in_harmony(params, tools, continued=bool(body.continue_final_message))
@@ -156,8 +156,10 @@ def _read_all(
     return given, params, prompt, options, template, tools
 
 
-def _read(state: ServerState, body: ChatRequest) -> tuple[Prompt, dict[str, Any], str, ToolUse | None]:
-    """The prompt, its chat options, the chat template and the tools."""
+def _read(
+    state: ServerState, body: ChatRequest, *, bounded: bool
+) -> tuple[Prompt, dict[str, Any], str, ToolUse | None]:
+    """The prompt, its chat options, the chat template and the tools. `bounded`: as in `LLM.encode`."""
     named, tokenizer = state.options.tool_parser, state.llm.tokenizer
     template = tokenizer.template_source(body.chat_template, body.tools)
     messages = [template_message(f"messages[{i}]", message, template) for i, message in enumerate(body.messages)]
@@ -168,12 +170,12 @@ def _read(state: ServerState, body: ChatRequest) -> tuple[Prompt, dict[str, Any]
         options = {"tools": described} if described else {}
     elif named != "auto":
         messages = as_text(messages, described, PARSERS[named])
-    prompt, more = _prompt(state.llm, body, messages, options)
+    prompt, more = _prompt(state.llm, body, messages, options, bounded)
     return prompt, more, template, tools
 
 
 def _prompt(
-    llm: LLM, body: ChatRequest, messages: list[dict[str, Any]], options: dict[str, Any]
+    llm: LLM, body: ChatRequest, messages: list[dict[str, Any]], options: dict[str, Any], bounded: bool
 ) -> tuple[Prompt, dict[str, Any]]:
     """The prompt and its chat options."""
     if not messages:
@@ -187,10 +189,10 @@ def _prompt(
         return messages, options
     if body.add_generation_prompt:
         raise invalid("continue_final_message", "contradicts add_generation_prompt")
-    return _continued(llm, messages, options), {}
+    return _continued(llm, messages, options, bounded), {}
 
 
-def _continued(llm: LLM, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
+def _continued(llm: LLM, messages: list[dict[str, Any]], options: dict[str, Any], bounded: bool) -> list[int]:
     """The rendered chat up to the end of its last message."""
     *before, last = messages
     if not isinstance(last.get("content"), str):
@@ -199,7 +201,7 @@ def _continued(llm: LLM, messages: list[dict[str, Any]], options: dict[str, Any]
     text, found, _ = llm.render_chat(marked, {**options, "add_generation_prompt": False}).rpartition(_END)
     if not found:
         raise RequestError("continue_final_message: the model's chat template leaves out the last message")
-    return llm.tokenizer.encode(text, add_special_tokens=False)
+    return llm.encode_text(text, add_special_tokens=False, bounded=bounded)
 
 
 def _choice(body: ChatRequest, sample: Sample | Delta, message: dict[str, Any], *, called: bool) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from fastapi.responses import Response
 from ssd.core import Delta, RequestOutput, Sample, TokenLogprobs
 from ssd.errors import RequestFailed
 from ssd.server.answers import STREAMED, CompletionLogprobs, check_common, event_stream, usage, worth_sending
+from ssd.server.bodies import JsonRoute, on_thread
 from ssd.server.errors import AsciiJSON, renaming, unsupported
 from ssd.server.generation import Generation, ServerState, start
-from ssd.server.protocol import CompletionRequest, JsonRoute
+from ssd.server.protocol import CompletionRequest
 
 router = APIRouter(route_class=JsonRoute)
 _MAX_TOKENS: Final = 16  # OpenAI's default
@@ -35,7 +36,9 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     if only:  # a token is computed, and left out
         body = body.model_copy(update={"max_tokens": 1})
     with renaming(body.field_names):
-        params = await asyncio.to_thread(body.sampling_params, state.sampling_defaults, _MAX_TOKENS, body.logprobs)
+        params = await on_thread(
+            request.state.large, body.sampling_params, state.sampling_defaults, _MAX_TOKENS, body.logprobs
+        )
         params = replace(params, prompt_logprobs=body.logprobs) if scored else params
         generations = await start(state, body.prompts, params, request=request, stream=bool(body.stream))
     echoes = [_echo(state, prompt) if body.echo else "" for prompt in body.prompts]

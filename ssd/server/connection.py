@@ -16,6 +16,7 @@ from ssd.server.metrics import HttpRequests
 from ssd.server.options import ServerOptions
 
 _REFUSED_SECONDS: Final = 1.0  # how long a connection beyond the limit may send nothing; it gets 503 when it sends
+_MOST_AHEAD: Final = 1 << 16  # bytes that are read behind a request before it is answered: the next one, sent early
 
 
 class _Timer:
@@ -58,6 +59,8 @@ class Connection(H11Protocol):
             self._refuse()
             return
         super().data_received(data)
+        if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) <= _MOST_AHEAD:
+            self.flow.resume_reading()  # uvicorn has paused it: what is not read does not tell that the client leaves
         if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
             self._sending.start(self._options.read_timeout)
         else:

@@ -12,11 +12,12 @@ from fastapi.responses import Response
 from ssd.core import SamplingParams
 from ssd.llm import embedding_of
 from ssd.server.answers import check_model
-from ssd.server.errors import AsciiJSON
+from ssd.server.bodies import JsonRoute
+from ssd.server.errors import AsciiJSON, renaming
 from ssd.server.generation import ServerState, start
 from ssd.server.protocol import EmbeddingRequest
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/embeddings")
@@ -25,7 +26,8 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     request.state.user = body.user
     check_model(state, body.model)
     params = SamplingParams(max_new_tokens=1, pooling=body.pooling or "mean")
-    generations = await start(state, body.prompts, params, request=request, stream=False)
+    with renaming({"prompt": "input"}):
+        generations = await start(state, body.prompts, params, request=request, stream=False)
     try:
         outputs = [await generation.finish() for generation in generations]
     finally:

@@ -46,6 +46,7 @@ _MESSAGES_TYPES: Final = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+GONE: Final = 499  # nginx's: the client went away before it was answered
 _INDEX: Final = re.compile(r"\[\d+\]")
 # what a RequestError's message begins with: the path of a value, or a name
 _PARAM: Final = re.compile(r"[a-z_]+(?:\[\d+\]|\.[a-z_]+)*(?=[=:])|[a-z]+_[a-z_]+")

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, ParamSpec, TypeVar
 
 from fastapi import Request
 
@@ -20,11 +20,14 @@ from ssd.engine.submission import AsyncSubmission
 from ssd.errors import EngineFailed
 from ssd.llm import LLM, Prompt, check_served
 from ssd.server.admission import Admission
-from ssd.server.errors import ApiError
+from ssd.server.bodies import on_thread
+from ssd.server.errors import GONE, ApiError
 from ssd.server.metrics import HttpRequests, Metrics
 from ssd.server.options import ServerOptions
 from ssd.server.tracing import Tracer
 
+P = ParamSpec("P")
+T = TypeVar("T")
 TIMED_OUT: Final = "the request took longer than this server allows"
 NO_RETRY: Final = {"x-should-retry": "false"}  # the openai client repeats requests after a 5xx otherwise
 
@@ -124,11 +127,19 @@ async def start(
     timeout = state.options.request_timeout
     deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
     submissions: list[AsyncSubmission] = []
+    watcher = _watch_client(state, request, submissions)
+
+    async def computed(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        result = await on_thread(request.state.large, function, *args, **kwargs)
+        if watcher.done():
+            raise ApiError(GONE, "the client has gone")
+        return result
+
     try:
-        encoded = [await asyncio.to_thread(state.llm.encode, prompt, chat_options) for prompt in prompts]
+        encoded = [await computed(state.llm.encode, prompt, chat_options, bounded=True) for prompt in prompts]
         async with asyncio.timeout_at(deadline):
             grammar = await driver.compiled(params)  # not on the threads that tokenize
-        checked = [await asyncio.to_thread(driver.check, token_ids, params, grammar) for token_ids in encoded]
+        checked = [await computed(driver.check, token_ids, params, grammar) for token_ids in encoded]
         permit.add_tokens(sum(_cost(state, token_ids, params) for token_ids in encoded))
         for each in checked:
             group = submissions[0].request_id if submissions else ""
@@ -141,10 +152,7 @@ async def start(
             ended.add_done_callback(lambda _: permit.release())
         else:
             permit.release()
-    watcher = asyncio.create_task(_abort_on_disconnect(request, submissions))
-    state.watchers.add(watcher)
-    watcher.add_done_callback(state.watchers.discard)
-    ended.add_done_callback(lambda _: watcher.cancel())
+        ended.add_done_callback(lambda _: watcher.cancel())
     if state.tracer is not None:
         _trace(state.tracer, request, submissions)
     return [Generation(s, token_ids, deadline) for s, token_ids in zip(submissions, encoded, strict=True)]
@@ -163,6 +171,14 @@ def _trace(tracer: Tracer, request: Request, submissions: Seq[AsyncSubmission]) 
         submission.done.add_done_callback(
             lambda done: tracer.record(operation, request_id, request.headers, done.result(), begin)
         )
+
+
+def _watch_client(state: ServerState, request: Request, submissions: Seq[AsyncSubmission]) -> asyncio.Task[None]:
+    """A task that ends when the client goes away."""
+    watcher = asyncio.create_task(_abort_on_disconnect(request, submissions))
+    state.watchers.add(watcher)
+    watcher.add_done_callback(state.watchers.discard)
+    return watcher
 
 
 async def _abort_on_disconnect(request: Request, submissions: Seq[AsyncSubmission]) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
 
 from ssd.errors import RequestError
 from ssd.server.answers import check_model
+from ssd.server.bodies import JsonRoute, on_thread
 from ssd.server.errors import ApiError
 from ssd.server.generation import ServerState
-from ssd.server.protocol import DetokenizeRequest, JsonRoute, TokenizeRequest
+from ssd.server.protocol import DetokenizeRequest, TokenizeRequest
 from ssd.version import VERSION
 
 router = APIRouter(route_class=JsonRoute)
@@ -43,7 +43,7 @@ def _model(state: ServerState) -> dict[str, Any]:
 async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
     state = ServerState.of(request)
     check_model(state, body.model)
-    token_ids = await asyncio.to_thread(_encoded, state, body)
+    token_ids = await on_thread(request.state.large, _encoded, state, body)
     return {"tokens": token_ids, "count": len(token_ids), "max_model_len": state.llm.driver.limits.max_model_len}
 
 
@@ -62,7 +62,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any
     check_model(state, body.model)
     if max(body.tokens, default=0) >= state.llm.driver.limits.vocab_size:
         raise RequestError(f"tokens: the vocabulary has {state.llm.driver.limits.vocab_size} tokens")
-    return {"prompt": await asyncio.to_thread(state.llm.decode, body.tokens, body.skip_special_tokens)}
+    return {"prompt": await on_thread(request.state.large, state.llm.decode, body.tokens, body.skip_special_tokens)}
 
 
 @router.get("/health")

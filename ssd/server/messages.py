@@ -10,13 +10,14 @@ from fastapi.responses import Response
 
 from ssd.server import parameters
 from ssd.server.answers import STREAMED
+from ssd.server.bodies import JsonRoute, on_thread
 from ssd.server.chat import prompt_tokens, respond, start_chat
 from ssd.server.chat_messages import effort_options
 from ssd.server.errors import MESSAGES_ERROR_RESPONSES, invalid, renaming, unsupported
 from ssd.server.generation import ServerState
 from ssd.server.message_events import AnthropicMessageWriter
 from ssd.server.parameters import check_fields
-from ssd.server.protocol import ChatRequest, Json, JsonRoute, Jsons, PublishedRequest, SamplingRequest, Stops
+from ssd.server.protocol import ChatRequest, Json, Jsons, PublishedRequest, SamplingRequest, Stops
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -52,7 +53,7 @@ class MessagesRequest(CountTokensRequest, SamplingRequest):
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     state = ServerState.of(request)
     with renaming(_FIELD_NAMES | ({} if body.stop_sequences is None else {"stop": "stop_sequences"})):
-        generation, form = await start_chat(state, _chat(body), request)
+        generation, form = await start_chat(state, await on_thread(request.state.large, _chat, body), request)
     model, num_prompt_tokens = state.options.served_model_name, len(generation.prompt_token_ids)
     writer = AnthropicMessageWriter(model, request.state.request_id, num_prompt_tokens, state.llm.tokenizer)
     return await respond(generation, form, writer, stream=body.stream)
@@ -61,7 +62,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 @router.post("/v1/messages/count_tokens", responses=MESSAGES_ERROR_RESPONSES)
 async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, int]:
     with renaming(_FIELD_NAMES):
-        chat = _chat(MessagesRequest(**body.model_dump(), max_tokens=1))
+        chat = await on_thread(request.state.large, lambda: _chat(MessagesRequest(**dict(body), max_tokens=1)))
         return {"input_tokens": len(await prompt_tokens(ServerState.of(request), chat, request))}
 
 

@@ -16,7 +16,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ssd.server.errors import ApiError
+from ssd.server.bodies import LARGE
+from ssd.server.errors import GONE, ApiError
 from ssd.server.options import ServerOptions, is_loopback
 from ssd.server.playground import PAGE
 
@@ -24,7 +25,6 @@ access_log = logging.getLogger("ssd.access")
 _PROBES: Final = frozenset({"/health", "/health/ready"})  # served under any host name
 OPEN_PATHS: Final = frozenset({*_PROBES, *PAGE})  # served without an API key
 _POLLED: Final = frozenset({*_PROBES, "/metrics", "/playground/state"})  # not in the access log unless they fail
-_GONE: Final = 499  # nginx's: the client went away before it was answered
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -59,7 +59,7 @@ class RequestIdMiddleware:
         try:
             await self._app(scope, receive, tagged)
         finally:
-            status = scope["state"].get("status", status) or _GONE  # the former: the connection has answered itself
+            status = scope["state"].get("status", status) or GONE  # the former: the connection has answered itself
             scope["app"].state.server.http_requests.count(scope["path"], status)
             if self._log and not (scope["path"] in _POLLED and status < HTTPStatus.BAD_REQUEST):
                 self._write_log(scope, status, time.perf_counter() - begin)
@@ -91,7 +91,7 @@ class AuthAndSizeMiddleware:
                 self._check_host(Headers(scope=scope))
             if self._keys and scope["path"] not in OPEN_PATHS:
                 self._check_key(Headers(scope=scope))
-            messages = await self._body(Headers(scope=scope), receive)
+            messages = await self._body(scope, receive)
         except ApiError as error:
             await error.response(scope)(scope, receive, send)
             return
@@ -124,15 +124,16 @@ class AuthAndSizeMiddleware:
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
-    async def _body(self, headers: Headers, receive: Receive) -> Iterator[Message]:
-        """The whole body, as messages."""
-        length = headers.get("content-length", "0")
+    async def _body(self, scope: Scope, receive: Receive) -> Iterator[Message]:
+        """The whole body, as messages; the request's state gets `large`."""
+        length = Headers(scope=scope).get("content-length", "0")
         size, messages = 0, list[Message]()
         while length.isdecimal() and int(length) <= self._max_bytes and size <= self._max_bytes:
             message = await receive()
             messages.append(message)
             size += len(message.get("body", b""))
             if not message.get("more_body", False) and size <= self._max_bytes:
+                scope["state"]["large"] = size > LARGE
                 return iter(messages)
         limit = f"the limit is {self._max_bytes} bytes"
         raise ApiError(413, f"the request is too large: {limit}", code="request_too_large")

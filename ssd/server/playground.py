@@ -21,6 +21,7 @@ from ssd.decoding.drafter import Prepared
 from ssd.decoding.observer import RoundObserver
 from ssd.llm import LLM
 from ssd.server.answers import event_stream
+from ssd.server.bodies import JsonRoute
 from ssd.server.errors import unsupported
 from ssd.server.generation import Generation, ServerState, start
 from ssd.server.protocol import Strict
@@ -94,7 +95,7 @@ class BranchWatch(RoundObserver):
 
 def router(llm: LLM) -> APIRouter:
     """The playground's endpoints. Observes the LLM's rounds if its branches can be seen."""
-    made = APIRouter(include_in_schema=False)
+    made = APIRouter(route_class=JsonRoute, include_in_schema=False)
     watch = BranchWatch() if _branches_visible(llm) else None
     if watch is not None:
         llm.driver.call(lambda engine: engine.round.observers.append(watch))

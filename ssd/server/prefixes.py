@@ -13,6 +13,9 @@ from itertools import accumulate, count
 from threading import Lock
 from typing import Final, NamedTuple
 
+from ssd.server.bodies import read_json
+from ssd.server.errors import ApiError
+
 _CHUNK: Final = 64  # characters: some 16 tokens, a KV block on a CPU
 _MOST_CHUNKS: Final = 512  # chunks of a prompt that are compared
 _MOST_KEYS: Final = 1 << 17  # keys that the table keeps
@@ -26,15 +29,25 @@ def chunk_keys(body: bytes) -> list[int]:
     Keys are valid in this process only, because Python's hashes are salted. Empty where there is no prompt.
     """
     try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError):
+        fields = read_json(body)
+    except (ValueError, RecursionError, ApiError):
         return []  # the replica says what is wrong with it
     if not isinstance(fields, dict):
         return []
-    text = json.dumps([fields[name] for name in _PROMPT_FIELDS if name in fields])
-    whole = min(len(text) // _CHUNK, _MOST_CHUNKS)
-    chunks = (text[i * _CHUNK : (i + 1) * _CHUNK] for i in range(whole))
+    text = _beginning([fields[name] for name in _PROMPT_FIELDS if name in fields], _CHUNK * _MOST_CHUNKS)
+    chunks = (text[i * _CHUNK : (i + 1) * _CHUNK] for i in range(len(text) // _CHUNK))
     return list(accumulate(chunks, lambda before, chunk: hash((before, chunk)), initial=0))[1:]
+
+
+def _beginning(value: object, chars: int) -> str:
+    """The first characters of a value as JSON; no more of it is encoded."""
+    parts, size = list[str](), 0
+    for part in json.JSONEncoder().iterencode(value):
+        parts.append(part)
+        size += len(part)
+        if size >= chars:
+            break
+    return "".join(parts)[:chars]
 
 
 class Route(NamedTuple):

@@ -26,6 +26,7 @@ from starlette.types import Message, Scope
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError, EngineFailed, install_extra, one_line
 from ssd.server.admission import RETRY_AFTER
+from ssd.server.bodies import LARGE, on_thread
 from ssd.server.errors import ApiError
 from ssd.server.options import ServerOptions
 from ssd.server.prefixes import TABLE, Route, chunk_keys
@@ -139,8 +140,9 @@ class RayReplicas:
         from ray.exceptions import RayActorError
         from ray.serve.exceptions import DeploymentUnavailableError
 
+        keys = await on_thread(len(body) > LARGE, chunk_keys, body)
         request = TABLE.enter()
-        call = self._calls.answer.remote(scope, body, Route(request, chunk_keys(body), list(avoid)))
+        call = self._calls.answer.remote(scope, body, Route(request, keys, list(avoid)))
         ended = False
         try:
             async for messages in call:

@@ -12,12 +12,13 @@ from pydantic import Field
 
 from ssd.server import parameters
 from ssd.server.answers import STREAMED
+from ssd.server.bodies import JsonRoute, on_thread
 from ssd.server.chat import respond, start_chat
 from ssd.server.chat_messages import effort_options
 from ssd.server.errors import invalid, renaming, unsupported
 from ssd.server.generation import ServerState
 from ssd.server.parameters import check_fields
-from ssd.server.protocol import ChatRequest, Json, JsonRoute, Jsons, SamplingRequest, Texts, one_invalid
+from ssd.server.protocol import ChatRequest, Json, Jsons, SamplingRequest, Texts, one_invalid
 from ssd.server.response_events import ResponseWriter
 
 router = APIRouter(route_class=JsonRoute)
@@ -60,7 +61,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     if _LOGPROBS in (body.include or ()):
         raise unsupported("include", f"{_LOGPROBS!r} is not supported: leave it out, or use /v1/chat/completions")
     with renaming(_FIELD_NAMES):
-        generation, form = await start_chat(state, _chat(body), request)
+        generation, form = await start_chat(state, await on_thread(request.state.large, _chat, body), request)
     writer = ResponseWriter(_fields(body, state), state.llm.tokenizer)
     return await respond(generation, form, writer, stream=body.stream)
 

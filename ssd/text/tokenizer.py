@@ -6,6 +6,8 @@ Loads `tokenizer.json` directly and renders chat templates the way Hugging Face 
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -17,6 +19,7 @@ import tokenizers
 from ssd.errors import RequestError, SSDError, install_extra
 from ssd.text import harmony
 from ssd.text.chat_template import compile_template, render
+from ssd.text.coverage import chars_per_token
 from ssd.text.growth import check_growth
 from ssd.text.harmony import is_harmony
 from ssd.text.json_file import read_json, read_text
@@ -24,7 +27,7 @@ from ssd.text.json_file import read_json, read_text
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SLOW_FILES: Final = ("tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model")
 REPLACEMENT: Final = "\ufffd"  # what bytes decode to that are no whole character
-_LONG: Final = 4096  # characters; a longer text is encoded as a batch, which lets other threads run meanwhile
+_LONG: Final = 4096  # characters or tokens; longer ones are converted as a batch, which lets other threads run
 
 
 class Tokenizer:
@@ -130,10 +133,22 @@ class Tokenizer:
         except (TypeError, UnicodeError) as error:  # a lone surrogate, say
             raise RequestError(f"prompt: the text is not valid Unicode ({error})") from error
 
+    def least_tokens(self, text: str) -> int:
+        """Lower bound of the tokens of a text, by its length; 0 for a tokenizer that may leave out characters."""
+        return 0 if self._chars_per_token is None else math.ceil(len(text) / self._chars_per_token)
+
+    @functools.cached_property
+    def _chars_per_token(self) -> float | None:
+        """Takes tenths of a second for a large vocabulary: computed when it is first asked for."""
+        return chars_per_token(self.backend)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids, exactly as the tokens spell it (no clean-up of spaces)."""
         try:
-            return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+            if len(ids) < _LONG:
+                return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+            [text] = self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+            return text
         except (TypeError, OverflowError):
             raise RequestError(f"token_ids={ids!r}: must be a list of token ids (integers of at least 0)") from None
 

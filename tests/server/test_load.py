@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,8 @@ from conftest import mostly_slow
 from live_server import MODEL, SPECULATION, Served, openai, serving, until
 
 from ssd import LLM, SamplingParams
+from ssd.core import Work
+from ssd.decoding.round import InFlight
 
 PROMPTS = ["Mr. Holmes sat by the fire, and", "A pull request is", "Once upon a time", "The sea was", "def main():"]
 ENDLESS: dict[str, Any] = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 3000, "ignore_eos": True}
@@ -110,6 +113,73 @@ def test_a_client_that_vanishes_ends_its_request(served: Served, stream: bool) -
     until(lambda: served.admission.sequences == 0)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("ahead", ["", "\r\n", "GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
+def test_a_client_that_leaves_during_the_prefill_ends_it_after_the_chunk(
+    served: Served, stream: bool, ahead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a prompt that is computed to its end for nobody.
+
+    `ahead`: what the client has sent behind its request; if it is not read, neither is the end of the connection.
+    """
+    engine, driver = served.llm.engine, served.llm.driver
+    free, aborted, launch = engine.scheduler.pool.num_free, engine.metrics.num_aborted, engine.round.launch
+    chunks: list[int] = []
+    inside, go_on = threading.Event(), threading.Event()
+
+    def gated(works: list[Work]) -> InFlight:
+        chunks.append(sum(work.num_tokens for work in works))
+        if len(chunks) == 3:
+            inside.set()
+            assert go_on.wait(60)
+        return launch(works)
+
+    monkeypatch.setattr(engine.scheduler, "max_num_batched_tokens", 64)
+    monkeypatch.setattr(engine.round, "launch", gated)
+    prompt = [100 + len(ahead), 200 + stream, *range(2000)]
+    connection = _post(served, ENDLESS | {"prompt": prompt, "stream": stream}, keep_alive=True)
+    try:
+        assert inside.wait(60)
+        connection.sendall(ahead.encode())
+        connection.close()
+        until(lambda: driver._inbox.qsize() > 0)  # the abort
+    finally:
+        go_on.set()
+    until(lambda: engine.num_unfinished_requests == 0)
+    assert chunks == [64, 64, 64]
+    assert engine.metrics.num_aborted == aborted + 1
+    driver.call(lambda engine: engine.check())
+    assert engine.scheduler.pool.num_free == free
+    until(lambda: served.admission.sequences == 0)
+
+
+def test_a_client_that_leaves_while_its_prompts_are_tokenized_submits_none(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a client that is watched from the submission on only: the other prompts are tokenized for nobody."""
+    state, encode = served.server.config.app.state.server, served.llm.encode  # type: ignore[union-attr]
+    before, calls = served.llm.engine.metrics.num_requests, list[Any]()
+    inside, go_on = threading.Event(), threading.Event()
+
+    def gated(prompt: Any, *args: Any, **kwargs: Any) -> list[int]:
+        calls.append(prompt)
+        inside.set()
+        assert go_on.wait(60)
+        return encode(prompt, *args, **kwargs)
+
+    monkeypatch.setattr(served.llm, "encode", gated)
+    connection = _post(served, ENDLESS | {"prompt": ["a", "b", "c"]})
+    try:
+        assert inside.wait(60)
+        connection.close()
+        until(lambda: not state.watchers)
+    finally:
+        go_on.set()
+    until(lambda: served.admission.sequences == 0)
+    assert calls == ["a"]
+    assert served.llm.engine.metrics.num_requests == before
+
+
 def test_a_client_that_leaves_a_stream_of_several_prompts_ends_all_of_them(served: Served) -> None:
     """Catches the prompt whose chunk was sent last: its stream is not being read at that moment."""
     engine, before = served.llm.engine, served.llm.engine.metrics.num_aborted
@@ -158,7 +228,9 @@ def test_slow_readers_slow_nobody(llm: LLM) -> None:
             assert len(pieces) < 120
 
 
-def _post(served: Served, body: dict[str, Any], *, receive_buffer: int | None = None) -> socket.socket:
+def _post(
+    served: Served, body: dict[str, Any], *, receive_buffer: int | None = None, keep_alive: bool = False
+) -> socket.socket:
     """A request over a bare connection, whose answer nobody has read yet."""
     data, (host, port) = json.dumps(body).encode(), served.url.removeprefix("http://").split(":")
     connection = socket.socket()
@@ -167,7 +239,8 @@ def _post(served: Served, body: dict[str, Any], *, receive_buffer: int | None = 
     connection.settimeout(60)
     connection.connect((host, int(port)))
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
-    connection.sendall(f"{head}\r\nConnection: close\r\n\r\n".encode() + data)
+    end = "" if keep_alive else "\r\nConnection: close"
+    connection.sendall(f"{head}{end}\r\n\r\n".encode() + data)
     return connection
 
 

@@ -27,17 +27,40 @@ TIMEOUT = 120.0
 SECONDS = 3.0  # of an attack at least
 PROPERTIES = {f"p{i}": {"type": "string"} for i in range(3800)}  # 110 kB, all of them optional
 NUMBERS = {"allOf": [{"type": "integer", "multipleOf": prime} for prime in (7, 11, 13, 17, 19, 23)]}
-Attack = tuple[int, Callable[[], dict[str, Any]]]  # requests at the same time, and their parameters; {} is a number
+COMPLETIONS, EMBEDDINGS = "/v1/completions", "/v1/embeddings"
+Attack = tuple[int, Callable[[], dict[str, Any]], str]  # requests at the same time, parameters ({} is a number), path
 ATTACKS: dict[str, Attack] = {
     "large schemas": (
         8,
         lambda: {"structured_outputs": {"json": {"type": "object", "title": "{}", "properties": PROPERTIES}}},
+        COMPLETIONS,
     ),
-    "a long literal": (1, lambda: {"structured_outputs": {"regex": "ab" * 65_000}, "max_tokens": 64}),
-    "stop_token_ids": (1, lambda: {"stop_token_ids": [7] * 3_900_000}),
-    "logit_bias": (1, lambda: {"logit_bias": {str(i): 1 for i in range(560_000)}}),
-    "a bias for every token, 64 samples": (4, lambda: {"logit_bias": {str(i): 1 for i in range(4000)}, "n": 64}),
-    "small schemas that compile for minutes": (8, lambda: {"structured_outputs": {"json": {"title": "{}", **NUMBERS}}}),
+    "a long literal": (1, lambda: {"structured_outputs": {"regex": "ab" * 65_000}, "max_tokens": 64}, COMPLETIONS),
+    "stop_token_ids": (1, lambda: {"stop_token_ids": [7] * 3_900_000}, COMPLETIONS),
+    "logit_bias": (1, lambda: {"logit_bias": {str(i): 1 for i in range(560_000)}}, COMPLETIONS),
+    "a bias for every token, 64 samples": (
+        4,
+        lambda: {"logit_bias": {str(i): 1 for i in range(4000)}, "n": 64},
+        COMPLETIONS,
+    ),
+    "small schemas that compile for minutes": (
+        8,
+        lambda: {"structured_outputs": {"json": {"title": "{}", **NUMBERS}}},
+        COMPLETIONS,
+    ),
+    "token ids": (4, lambda: {"prompt": [7] * 3_900_000}, COMPLETIONS),
+    "lists of token ids": (4, lambda: {"prompt": [[7] * 1000] * 3900}, COMPLETIONS),
+    "token ids to embed": (4, lambda: {"input": [7] * 3_900_000}, EMBEDDINGS),
+    "short prompts": (4, lambda: {"input": [[7]] * 1_900_000}, EMBEDDINGS),
+    "short texts": (4, lambda: {"input": ["a"] * 1_900_000}, EMBEDDINGS),
+    "a long text": (8, lambda: {"input": "once upon a time " * 450_000}, EMBEDDINGS),
+    "nested arrays": (4, lambda: {"prompt": [[[[]]]] * 950_000}, COMPLETIONS),
+    "a long message": (
+        8,
+        lambda: {"messages": [{"role": "user", "content": "once upon a time " * 450_000}]},
+        "/v1/chat/completions",
+    ),
+    "arrays in a message": (4, lambda: {"messages": [{"role": "user", "content": [[]] * 2_500_000}]}, "/v1/messages"),
 }
 NEIGHBOURS: dict[str, dict[str, Any]] = {
     "text": {"max_tokens": 2},
@@ -54,19 +77,20 @@ class Longest:
     statuses: list[int]
 
 
-def request(parameters: dict[str, Any], number: int) -> bytes:
-    body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 4, **parameters}
+def request(parameters: dict[str, Any], number: int, path: str = COMPLETIONS) -> bytes:
+    more = {"prompt": "Once upon a time"} if path == COMPLETIONS else {}
+    body = {"model": MODEL, **more, **({} if path == EMBEDDINGS else {"max_tokens": 4}), **parameters}
     return json.dumps(body, separators=(",", ":")).replace("{}", str(number)).encode()
 
 
-def post(server: ServeProcess, body: bytes) -> int:
+def post(server: ServeProcess, body: bytes, path: str = COMPLETIONS) -> int:
     headers = {"content-type": "application/json"}
-    return httpx.post(f"{server.url}/v1/completions", content=body, headers=headers, timeout=TIMEOUT).status_code
+    return httpx.post(f"{server.url}{path}", content=body, headers=headers, timeout=TIMEOUT).status_code
 
 
 def attack(server: ServeProcess, name: str) -> Longest:
-    count, parameters = ATTACKS[name]
-    bodies = [request(parameters(), number) for number in range(count)]
+    count, parameters, path = ATTACKS[name]
+    bodies = [request(parameters(), number, path) for number in range(count)]
     over = threading.Event()
     longest: dict[str, float] = {}
 
@@ -92,7 +116,7 @@ def attack(server: ServeProcess, name: str) -> Longest:
     end = time.monotonic() + SECONDS
     try:
         with ThreadPoolExecutor(count) as clients:
-            statuses = list(clients.map(partial(post, server), bodies))
+            statuses = list(clients.map(partial(post, server, path=path), bodies))
         time.sleep(max(0.0, end - time.monotonic()))
     finally:
         over.set()
