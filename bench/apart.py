@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ssd import LLM, SamplingParams
-from ssd.assembly import drafters
+from ssd.assembly import draft_workers, placement
 from ssd.bench import drawing
 from ssd.config import EngineConfig, SpeculationConfig
 from ssd.core import Origin, Outcome, Work
@@ -121,13 +121,13 @@ def worker_drafter(llm: LLM, args: argparse.Namespace, k: int, budget: int | str
     }
     wanted = SpeculationConfig(**given(args, SpeculationConfig) | options | {"budget": budget})
     device = torch.device(llm.config.device)
-    speculation = drafters.sized(drafters.placed(wanted, device), open_checkpoint(args.draft), device)
+    speculation = placement.sized(placement.placed(wanted, device), open_checkpoint(args.draft), device)
     length = llm.config.max_model_len
     config = EngineConfig(args.model, max_model_len=length, max_num_seqs=max(args.batches), speculation=speculation)
     argv = [sys.executable, __file__, "--worker", str(delay)]
-    own: Any = drafters
+    own: Any = draft_workers
     own.Worker = lambda setup: Worker(setup, argv)
-    drafter = llm.driver.call(lambda engine: drafters.start_workers(config, engine.round.target.state))
+    drafter = llm.driver.call(lambda engine: draft_workers.start_workers(config, engine.round.target.state))
     try:
         yield drafter
     finally:
@@ -137,7 +137,7 @@ def worker_drafter(llm: LLM, args: argparse.Namespace, k: int, budget: int | str
 
 def run_worker(delay: float, fd: int) -> None:
     """The worker, each step of whose draft takes `delay` ms longer."""
-    from ssd.assembly.drafters import build_worker_drafter
+    from ssd.assembly.draft_workers import build_worker_drafter
     from ssd.drafting.step import ModelStep
     from ssd.drafting.worker import run
 

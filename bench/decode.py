@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from random_weights import RandomCheckpoint
 
-from ssd.assembly import build_engine
+from ssd.assembly.build import build_engine
 from ssd.bench.load import LoadMeter
 from ssd.config import EngineConfig
 from ssd.core import SamplingParams

@@ -23,7 +23,7 @@ from rich.progress import track
 from rich.table import Table
 
 from ssd import LLM, SamplingParams
-from ssd.assembly import build_runners
+from ssd.assembly.build import build_runners
 from ssd.assembly.device import resolve_device
 from ssd.config import EngineConfig
 from ssd.core import Request, RequestOutput, Sequence

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from ssd.assembly import build_engine
+from ssd.assembly.build import build_engine
 from ssd.assembly.device import make_current
 from ssd.assembly.torchrun import join
 from ssd.config import EngineConfig

@@ -15,7 +15,7 @@ log = logging.getLogger("ssd")
 def main() -> None:
     """A drafter's process."""
     try:
-        from ssd.assembly.drafters import build_worker_drafter  # imports torch
+        from ssd.assembly.draft_workers import build_worker_drafter  # imports torch
 
         run(int(sys.argv[1]), build_worker_drafter)
     except KeyboardInterrupt:
@@ -26,7 +26,7 @@ def main() -> None:
 
 def follow() -> None:
     """A rank of a model besides the first."""
-    from ssd.assembly import run_follower
+    from ssd.assembly.build import run_follower
 
     try:
         run_follower(int(sys.argv[1]))

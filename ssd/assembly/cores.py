@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from ssd.assembly.device import kv_block_size
-from ssd.assembly.drafters import load_draft
+from ssd.assembly.draft_models import load_draft
 from ssd.assembly.models import make_runner
 from ssd.config import EngineConfig, SpeculationConfig
 from ssd.drafting.fan_out import RANKS

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ssd.assembly.device import resolve_device
-from ssd.assembly.drafters import drafter_of, placed
+from ssd.assembly.drafters import drafter_of
+from ssd.assembly.placement import placed
 from ssd.bench.answers import Answer, Prompt, RequestSettings
 from ssd.config import NGRAM, SpeculationConfig
 from ssd.core import Outcome, RequestOutput, SamplingParams, Work

@@ -230,7 +230,7 @@ def _share(part: int, whole: int, things: str) -> str:
 
 def _print_heading(llm: LLM, params: SamplingParams, console: Console) -> None:
     from ssd.assembly.device import resolve_device
-    from ssd.assembly.drafters import make_fan_out
+    from ssd.assembly.draft_runners import make_fan_out
 
     wanted = llm.config.speculation
     own, form = (f" (in {f})" if f else "" for f in (llm.config.quantization, wanted.draft_quantization))

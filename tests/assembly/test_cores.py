@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ssd import LLM, SamplingParams
-from ssd.assembly import cores, drafters
+from ssd.assembly import cores, placement
 from ssd.config import EngineConfig, SpeculationConfig
 from ssd.models.open import open_checkpoint
 
@@ -72,11 +72,11 @@ def test_few_cores_and_a_given_number_are_not_measured(split: Callable[..., int 
 def test_a_large_draft_on_the_cpu_beside_a_gpu_is_rounded_and_has_most_cores(
     monkeypatch: pytest.MonkeyPatch, draft: str, options: dict[str, Any], threads: int, form: str | None
 ) -> None:
-    monkeypatch.setattr(drafters, "num_cores", lambda: 16)
+    monkeypatch.setattr(placement, "num_cores", lambda: 16)
     wanted = SpeculationConfig(mode="ssd", draft=draft, placement="process", draft_device="cpu", **options)
-    found = drafters.sized(wanted, open_checkpoint(draft), torch.device("cuda"))
+    found = placement.sized(wanted, open_checkpoint(draft), torch.device("cuda"))
     assert (found.draft_threads, found.draft_quantization) == (threads, form)
-    assert drafters.sized(wanted, open_checkpoint(draft), torch.device("cpu")) == wanted
+    assert placement.sized(wanted, open_checkpoint(draft), torch.device("cpu")) == wanted
 
 
 @pytest.mark.slow

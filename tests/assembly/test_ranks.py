@@ -39,9 +39,10 @@ from random_requests import (
 from serve_process import ServeProcess, serve
 
 from ssd import LLM, SamplingParams
-from ssd.assembly import drafters
+from ssd.assembly import draft_workers
 from ssd.assembly.device import rank_device, resolve_device
-from ssd.assembly.drafters import drafter_of, placed
+from ssd.assembly.drafters import drafter_of
+from ssd.assembly.placement import placed
 from ssd.assembly.ranks import Place, Ranks
 from ssd.config import EngineConfig, SpeculationConfig
 from ssd.core import Outcome, RequestOutput, Work
@@ -265,7 +266,7 @@ def test_a_draft_is_split_in_processes_of_its_own_only(models: Models, monkeypat
     for given in ({"mode": "sd"}, {"mode": "ssd"}, {"mode": "ssd", "placement": "inline"}):
         with pytest.raises(ConfigError, match=r'draft_tensor_parallel_size=2 is for .* use placement="process"'):
             SpeculationConfig(draft="x", draft_tensor_parallel_size=2, **given)  # type: ignore[arg-type]
-    monkeypatch.setattr(drafters, "Worker", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(draft_workers, "Worker", lambda *_: pytest.fail("a process was started"))
     speculation = AHEAD | {"draft": models.drafts["noisy"], "placement": "process", "draft_tensor_parallel_size": 4}
     with pytest.raises(ConfigError, match="draft_tensor_parallel_size=4 cannot split a model with num_heads=6"):
         LLM(models.target, device="cpu", speculation=speculation)
@@ -301,15 +302,17 @@ def test_the_draft_s_process_gets_the_gpu_after_those_of_the_target(monkeypatch:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
     ready = SimpleNamespace(wait_ready=lambda _: True)
-    monkeypatch.setattr(drafters, "ProcessDrafter", lambda starts, *_, **__: [start() for start in starts] and ready)
-    monkeypatch.setattr(drafters, "Worker", setups.append)
+    monkeypatch.setattr(
+        draft_workers, "ProcessDrafter", lambda starts, *_, **__: [start() for start in starts] and ready
+    )
+    monkeypatch.setattr(draft_workers, "Worker", setups.append)
     speculation = SpeculationConfig(mode="ssd", draft="x", placement="process")
     state = SequenceState(1, max_len=8, lookahead=2, vocab_size=10, device=torch.device("cpu"))
 
     def start(ranks: int, speculation: SpeculationConfig) -> None:
         found = placed(speculation, torch.device("cuda"), ranks=ranks)
         config = EngineConfig("x", device="cuda", tensor_parallel_size=ranks, speculation=found)
-        drafters.start_workers(config, state)
+        draft_workers.start_workers(config, state)
 
     start(4, speculation)
     assert setups[0]["config"]["device"] == "cuda:4"

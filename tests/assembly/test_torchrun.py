@@ -24,7 +24,7 @@ from serve_process import free_port
 from torchrun_nodes import ROOT, Node, two_nodes
 
 from ssd import LLM, SamplingParams
-from ssd.assembly import drafters, torchrun
+from ssd.assembly import draft_workers, placement, torchrun
 from ssd.assembly.ranks import Follower
 from ssd.assembly.torchrun import Hosts, Kind
 from ssd.config import EngineConfig, SpeculationConfig
@@ -102,12 +102,12 @@ def test_gpus_are_counted_on_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
     setups: list[Any] = []
     ready = SimpleNamespace(wait_ready=lambda _: True)
-    monkeypatch.setattr(drafters, "ProcessDrafter", lambda starts, *_, **__: starts[0]() or ready)
-    monkeypatch.setattr(drafters, "Worker", setups.append)
+    monkeypatch.setattr(draft_workers, "ProcessDrafter", lambda starts, *_, **__: starts[0]() or ready)
+    monkeypatch.setattr(draft_workers, "Worker", setups.append)
     speculation = SpeculationConfig(mode="ssd", draft="x", placement="process")
-    found = drafters.placed(speculation, torch.device("cuda"), ranks=local_size(8))
+    found = placement.placed(speculation, torch.device("cuda"), ranks=local_size(8))
     state = SequenceState(1, max_len=8, lookahead=2, vocab_size=10, device=torch.device("cpu"))
-    drafters.start_workers(EngineConfig("x", device="cuda", tensor_parallel_size=8, speculation=found), state)
+    draft_workers.start_workers(EngineConfig("x", device="cuda", tensor_parallel_size=8, speculation=found), state)
     assert setups[0]["config"]["device"] == "cuda:4"
 
 

@@ -34,7 +34,7 @@ METHODS = ("with a draft (SD)", "draft prepared ahead (SSD)")
 
 @pytest.fixture
 def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ssd.assembly.drafters.num_cores", lambda: 1)
+    monkeypatch.setattr("ssd.assembly.placement.num_cores", lambda: 1)
 
 
 def demo(*arguments: str) -> Result:
@@ -66,7 +66,7 @@ def test_what_runs_without_arguments_is_a_pair_in_which_drafts_pay(command: Call
 )
 def test_it_shows_texts_speeds_and_what_they_mean(model: str, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a section that is lost, and control characters in a pipe."""
-    monkeypatch.setattr("ssd.assembly.drafters.num_cores", lambda: cores)
+    monkeypatch.setattr("ssd.assembly.placement.num_cores", lambda: cores)
     done = demo("--model", model)
     assert done.exit_code == 0, done.output
     assert all(question.title in done.stdout for question in QUESTIONS)

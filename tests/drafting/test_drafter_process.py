@@ -28,7 +28,7 @@ from draft_workers import GOOD, HONEST, LIAR, LIES
 from fakes import VOCAB, Expected, make_harness, make_sequence, naive
 
 import ssd
-from ssd.assembly import drafters
+from ssd.assembly import draft_workers, drafters
 from ssd.config import EngineConfig, SpeculationConfig
 from ssd.core import Origin, Outcome, Proposal, SamplingParams, Sequence, Work
 from ssd.decoding.drafter import Drafter, never
@@ -1012,14 +1012,14 @@ def test_a_worker_finds_a_relative_draft_after_a_change_of_directory(
         def wait_ready(self, timeout: float) -> bool:
             return True
 
-    monkeypatch.setattr(drafters, "ProcessDrafter", Recorded)
-    monkeypatch.setattr(drafters, "Worker", lambda setup, **_: setups.append(setup))
-    monkeypatch.setattr(drafters.torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(draft_workers, "ProcessDrafter", Recorded)
+    monkeypatch.setattr(draft_workers, "Worker", lambda setup, **_: setups.append(setup))
+    monkeypatch.setattr(draft_workers.torch, "set_num_threads", lambda _: None)
     monkeypatch.chdir(home)
     for draft in ("draft", "graft:./draft@llama-3.1-8b", "tiny-llama-draft", "org/name"):
         speculation = SpeculationConfig(mode="ssd", draft=draft, draft_device="cpu")
         state = SequenceState(1, max_len=8, lookahead=2, vocab_size=10, device=torch.device("cpu"))
-        drafters.start_workers(EngineConfig(model="tiny-llama", device="cpu", speculation=speculation), state)
+        draft_workers.start_workers(EngineConfig(model="tiny-llama", device="cpu", speculation=speculation), state)
     monkeypatch.chdir(elsewhere)
     for start in starts:
         start()

@@ -37,7 +37,7 @@ from random_requests import (
 )
 
 from ssd import LLM, SamplingParams
-from ssd.assembly import drafters
+from ssd.assembly import draft_workers
 from ssd.cli.trace import record
 from ssd.core import MODEL_WRITTEN, Origin, Proposal, RequestOutput, Work
 from ssd.drafting import table
@@ -66,7 +66,7 @@ def on_cpu() -> Iterator[None]:
         return propose(self, works)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (drafters, table):
+        for module in (draft_workers, table):
             patch.setattr(module, "kernels", lambda device: own)
         patch.setattr(LateBindingDrafter, "propose", patient)
         yield
@@ -173,7 +173,7 @@ def test_a_lying_worker_costs_no_text(
 ) -> None:
     """Catches a message that is believed, and a wait for one that never comes."""
     source = LIAR.replace("READY", "send(2, 0)").replace("ROUND", LIES[lie])
-    monkeypatch.setattr(drafters, "Worker", lambda setup: Worker(setup, [sys.executable, "-c", source]))
+    monkeypatch.setattr(draft_workers, "Worker", lambda setup: Worker(setup, [sys.executable, "-c", source]))
     with engine_with(models, backup="jit") as llm:
         check_generated(llm, alone)
 

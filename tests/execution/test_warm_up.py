@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import TestModel
 
-from ssd.assembly.drafters import make_fan_out
+from ssd.assembly.draft_runners import make_fan_out
 from ssd.config import SpeculationConfig
 from ssd.decoding.rejection import RejectionTarget
 from ssd.drafting.runner import DraftRunner

@@ -1,0 +1,79 @@
+"""Opens and loads the draft model or head."""
+
+from __future__ import annotations
+
+import torch
+
+from ssd.assembly.device import kv_block_size
+from ssd.assembly.memory import Loaded
+from ssd.assembly.models import load_decoder
+from ssd.assembly.placement import prepares_here
+from ssd.config import NGRAM, EngineConfig, SpeculationConfig
+from ssd.drafting.eagle import private_blocks
+from ssd.drafting.shapes import RunShapes
+from ssd.errors import ConfigError
+from ssd.execution.state import SequenceState
+from ssd.models.checkpoint import Checkpoint
+from ssd.models.decoder import Decoder
+from ssd.models.eagle import EagleCheckpoint
+from ssd.models.open import open_checkpoint, open_eagle
+from ssd.parallel.tensor import TensorParallel
+from ssd.text.tokenizer import Tokenizer
+
+_MAX_BRANCHES = 256  # of a whole batch
+
+
+def open_draft(
+    speculation: SpeculationConfig, target: Checkpoint, tokenizer: Tokenizer
+) -> Checkpoint | EagleCheckpoint | None:
+    """The checkpoint of the draft model or head, or None; ConfigError if it does not fit the target."""
+    if speculation.draft_model is None:
+        return None
+    head = open_eagle(speculation.draft_model)
+    if head is not None:
+        return head.for_target(target)
+    checkpoint = open_checkpoint(speculation.draft_model, "speculation draft")
+    difference = tokenizer.difference(checkpoint.tokenizer())
+    if difference is not None:
+        raise ConfigError(
+            f"speculation draft={speculation.draft!r} has another tokenizer than the target ({difference}): use a "
+            f"draft of the same family, or draft={NGRAM!r}, which needs no model"
+        )
+    return checkpoint
+
+
+def load_draft(
+    config: EngineConfig,
+    draft: Checkpoint | EagleCheckpoint,
+    state: SequenceState,
+    limit: int,
+    target: Decoder | None = None,
+    tp: TensorParallel = TensorParallel(),  # noqa: B008 (frozen)
+) -> Loaded:
+    """Loads the draft model or head. Its batches read K + 1 tokens per sequence, and its positions go K + 1 further."""
+    shapes, head = run_shapes(config, state.device), isinstance(draft, EagleCheckpoint)
+    scratch = shapes.scratch_slots
+    if head and shapes.max_width:
+        size = kv_block_size(config, state.device)
+        scratch += config.max_num_seqs * private_blocks(shapes.lookahead, size) * size
+    return load_decoder(
+        config,
+        draft,
+        state,
+        limit if head else min(limit, draft.config.max_position),
+        max(shapes.max_rows, config.max_num_seqs * shapes.reads),
+        beyond=2 * shapes.reads,
+        scratch_slots=scratch,
+        target=target if head else None,
+        tp=tp,
+    )
+
+
+def run_shapes(config: EngineConfig, device: torch.device) -> RunShapes:
+    """Rows of a draft run: one per sequence, or its branches, up to _MAX_BRANCHES."""
+    speculation, rows = config.speculation, config.max_num_seqs
+    widths: tuple[int, ...] = ()
+    if prepares_here(speculation):
+        widths = speculation.budgets
+        rows = max(rows, min(_MAX_BRANCHES, rows * max(widths)))
+    return RunShapes(speculation.lookahead, config.max_num_seqs, rows, widths, bucketed=device.type == "cuda")

@@ -1,0 +1,87 @@
+"""Builds what runs a draft model or head, compiles its kernels and captures its graphs."""
+
+from __future__ import annotations
+
+from ssd.assembly.device import batched_tokens
+from ssd.assembly.draft_models import run_shapes
+from ssd.assembly.sharing import share_gpu
+from ssd.assembly.warm_up import warm_up
+from ssd.config import EngineConfig, SpeculationConfig
+from ssd.drafting.eagle import EagleModel, EagleStep
+from ssd.drafting.fan_out import Adaptive, FanOut, Geometric, Listed, Share
+from ssd.drafting.model import DraftModel, DraftSource
+from ssd.drafting.runner import DraftRunner
+from ssd.drafting.ssd import SSDDrafter
+from ssd.drafting.step import DraftStep, ModelStep
+from ssd.execution.features import Features
+from ssd.execution.graphs import row_buckets
+from ssd.execution.runner import ModelRunner
+from ssd.options import is_int
+
+
+def make_draft_model(
+    config: EngineConfig, runner: ModelRunner, fan_out: FanOut, target: ModelRunner | None = None
+) -> DraftModel:
+    """`target`: that of the same process."""
+    shared = config.speculation.placement == "stream"
+    step = ModelStep(runner, run_shapes(config, runner.decoder.device), shared=shared)
+    draft = _make_runner(config, step)
+    if draft.on_cuda:
+        _warm_up(config, draft, step, fan_out, target)
+    return DraftModel(
+        draft,
+        max_len=runner.decoder.config.max_position,
+        max_num_batched_tokens=batched_tokens(config, runner.decoder.device),
+        prefix_caching=config.prefix_caching,
+    )
+
+
+def make_eagle_model(config: EngineConfig, runner: ModelRunner, features: Features) -> EagleModel:
+    head = _make_runner(config, EagleStep(runner, features, run_shapes(config, runner.decoder.device)))
+    if head.on_cuda:
+        usual = row_buckets(config.max_num_seqs), make_fan_out(config.speculation)
+        warm_up("head", [lambda: head.rehearse(*usual)], [] if config.eager else [lambda: head.capture(*usual)])
+    return EagleModel(head)
+
+
+def _make_runner(config: EngineConfig, step: DraftStep) -> DraftRunner:
+    rejection, c = config.speculation.acceptance == "rejection", config.speculation.saguaro_c
+    return DraftRunner(step, rejection=rejection, saguaro_c=c, graphs=not config.eager)
+
+
+def _warm_up(
+    config: EngineConfig, draft: DraftRunner, step: ModelStep, fan_out: FanOut, target: ModelRunner | None
+) -> None:
+    runner, usual = draft.runner, (row_buckets(config.max_num_seqs), fan_out)
+    max_tokens = min(batched_tokens(config, draft.device), runner.decoder.config.max_position)
+    if not config.eager:
+        runner.plan_graphs(prefill_only=True)
+    rehearsals = [lambda: runner.rehearse(max_tokens), lambda: draft.rehearse(*usual)]
+    captures = [step.use_one_kernel]
+    if not config.eager:
+        captures.append(runner.capture)
+        if target is not None and config.speculation.placement == "stream":
+            captures.append(lambda: share_gpu(target, draft, fan_out))
+        captures.append(lambda: draft.capture(*usual))
+    warm_up("draft", rehearsals, captures)
+
+
+def ssd_drafter(model: DraftSource, speculation: SpeculationConfig, fan_out: FanOut) -> SSDDrafter:
+    return SSDDrafter(
+        model,
+        fan_out,
+        lookahead=speculation.lookahead,
+        budget=max(speculation.budgets),
+        backup=speculation.backup,
+        overlap=speculation.placement == "stream",
+    )
+
+
+def make_fan_out(speculation: SpeculationConfig, replica: int = 0) -> FanOut:
+    share = Share(replica, speculation.draft_replicas)
+    if speculation.fan_out_hit is not None and speculation.fan_out_miss is not None:
+        return Listed(tuple(speculation.fan_out_hit), tuple(speculation.fan_out_miss), share)
+    if is_int(speculation.fan_out):
+        each = (int(speculation.fan_out),) * (speculation.lookahead + 1)
+        return Listed(each, each, share)
+    return Geometric(share) if speculation.fan_out == "geometric" else Adaptive(share)

@@ -1,0 +1,101 @@
+"""Drafters in processes of their own: how the engine starts them, and what is built inside."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from ssd.assembly.device import make_current, rank_device, resolve_device
+from ssd.assembly.draft_models import load_draft
+from ssd.assembly.draft_runners import make_draft_model, make_fan_out, ssd_drafter
+from ssd.assembly.memory import kv_blocks
+from ssd.assembly.models import make_runner, make_state
+from ssd.assembly.ranks import Follower, Place, Ranks
+from ssd.config import EngineConfig
+from ssd.decoding.drafter import Drafter
+from ssd.drafting.late import LateBindingDrafter
+from ssd.drafting.process import ProcessDrafter
+from ssd.drafting.worker import WorkerDrafter
+from ssd.execution.runner import ModelRunner
+from ssd.execution.state import SequenceState
+from ssd.kernels.cpu.threads import set_threads
+from ssd.kernels.device import kernels
+from ssd.models.open import absolute_path, open_checkpoint
+from ssd.options import build
+from ssd.parallel.process import Worker
+
+log = logging.getLogger("ssd")
+_WORKER_START_SECONDS = 120.0
+
+
+def start_workers(config: EngineConfig, state: SequenceState) -> Drafter:
+    """A drafter in workers, one for each replica, on `draft_device` and the GPUs after it. `state`: the target's.
+
+    What `config` leaves open (dtype, KV blocks, batch size) a worker chooses for its own device.
+    """
+    draft = absolute_path(str(config.speculation.draft))  # for a worker that is started again from another directory
+    in_flight = kernels(state.device).draft_table is not None and config.speculation.acceptance == "coupled"
+    backup = "jit" if in_flight else config.speculation.backup  # in flight it is chosen here, not by the worker
+    speculation = config.speculation
+    config = replace(config, speculation=replace(speculation, mode="ssd", draft=draft, backup=backup))
+    first = torch.device(str(speculation.draft_device))
+
+    def start(replica: int) -> Worker:
+        device = rank_device(first, replica * speculation.draft_tensor_parallel_size)
+        setup = {"config": asdict(replace(config, device=str(device))), "vocab_size": state.vocab_size}
+        return Worker(setup | {"replica": replica})
+
+    starts = [functools.partial(start, replica) for replica in range(speculation.draft_replicas)]
+    drafter: ProcessDrafter
+    k, budget = speculation.lookahead, max(speculation.budgets)
+    if in_flight:
+        drafter = LateBindingDrafter(starts, k, state, budget=budget, backup=speculation.backup)
+    else:
+        cores = speculation.draft_cores if first.type == state.device.type == "cpu" else 0
+        drafter = ProcessDrafter(starts, k, state.vocab_size, budget=budget, cores=cores)
+    logging.getLogger("ssd.loading").info("starting the drafter's process")
+    if not drafter.wait_ready(_WORKER_START_SECONDS):
+        log.warning("the drafter's process is not ready yet: decoding begins without it")
+    return drafter
+
+
+def build_worker_drafter(setup: Mapping[str, Any]) -> WorkerDrafter:
+    """Builds the same drafter inside a worker, with a SequenceState of its own. It is rank 0 of a split draft model."""
+    config = build(EngineConfig, dict(setup["config"]))
+    device, size = resolve_device(config.device), config.speculation.draft_tensor_parallel_size
+    make_current(device)
+    if device.type == "cpu":
+        set_threads(config.speculation.draft_threads or 1)
+    vocab_size, replica = int(setup["vocab_size"]), int(setup["replica"])
+    fan_out = make_fan_out(config.speculation, replica)
+    ranks = None
+    if size > 1:
+        split = replace(config, tensor_parallel_size=size)
+        ranks = Ranks(split, device, draft={"vocab_size": vocab_size, "replica": replica})
+    runner = _worker_runner(config, vocab_size, device, ranks.place if ranks is not None else Place())
+    if ranks is not None:
+        ranks.attach(runner)
+    drafter = ssd_drafter(make_draft_model(config, runner, fan_out), config.speculation, fan_out)
+    return WorkerDrafter(drafter, runner.state, close=runner.close)
+
+
+def follow_draft(rank: Follower, setup: Mapping[str, Any]) -> None:
+    """Another rank of a split draft model; returns when the socket to rank 0 is closed."""
+    runner = _worker_runner(rank.config, int(setup["vocab_size"]), rank.device, rank.place)
+    fan_out = make_fan_out(rank.config.speculation, int(setup["replica"]))
+    draft = make_draft_model(rank.config, runner, fan_out).runner
+    rank.serve(runner, lambda key: draft.follow(key, fan_out))
+
+
+def _worker_runner(config: EngineConfig, vocab_size: int, device: torch.device, place: Place) -> ModelRunner:
+    """The draft model of a worker, or a rank's share of it."""
+    draft = open_checkpoint(str(config.speculation.draft))
+    limit = config.max_model_len or draft.config.max_position
+    state = make_state(config, limit, vocab_size, device)
+    loaded = load_draft(config, draft, state, limit, tp=place.tp)
+    return make_runner(config, loaded, state, place.agree(kv_blocks(config, [loaded], loaded.max_len)))

@@ -1,0 +1,121 @@
+"""Where a draft is computed, with how many threads and in which format: what the speculation options leave open."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ssd.assembly.device import rank_device, resolve_device
+from ssd.assembly.memory import format_names, weight_bytes
+from ssd.config import SpeculationConfig
+from ssd.errors import ConfigError
+from ssd.execution.threads import num_cores
+from ssd.models.checkpoint import Checkpoint
+from ssd.models.eagle import EagleCheckpoint
+
+_LARGE_DRAFT = 256 << 20  # bytes in bfloat16, of which a step of the draft reads all
+_DRAFT_THREADS = 4  # of a small draft on the CPU beside a target on a GPU: small products gain nothing from more
+
+
+def placed(
+    speculation: SpeculationConfig, device: torch.device, *, head: bool = False, ranks: int = 1
+) -> SpeculationConfig:
+    """Resolves `placement` and `draft_device`.
+
+    `placement="auto"` is a process if the draft has a GPU of its own or a core of a CPU, else a stream on a GPU, else
+    inline. With mode="auto" it stays "auto" where nothing can run at the same time, and SSD is not among the modes.
+    `head`: the draft is an EAGLE head, which is where the target is. `ranks`: of the target.
+    """
+    if speculation.mode not in ("ssd", "auto") or speculation.draft_model is None:
+        return speculation
+    placement, wanted = speculation.placement, speculation.draft_device
+    if placement == "auto" and wanted is not None:
+        placement = "process"
+    elif placement == "auto":
+        own = torch.cuda.device_count() > (device.index or 0) + ranks if device.type == "cuda" else num_cores() > 1
+        placement = "process" if own and not head else "stream" if device.type == "cuda" else "inline"
+        if placement == "inline" and speculation.mode == "auto":
+            return speculation
+    if placement == "process" and head:
+        raise ConfigError(
+            'speculation placement="process": an EAGLE head reads the hidden states of the target, in its process; use '
+            '"stream" on a GPU, else "inline"'
+        )
+    if placement == "stream" and device.type != "cuda":
+        raise ConfigError('speculation placement="stream" is for GPUs: use "process", or "inline"')
+    if placement != "process":
+        if speculation.draft_threads is not None:
+            raise ConfigError(
+                f"speculation draft_threads={speculation.draft_threads} is for a draft in a process of its own on a "
+                f'CPU (placement="process"), not for placement="{placement}": leave it out'
+            )
+        return replace(speculation, placement=placement)
+    speculation = replace(speculation, placement=placement)
+    first = rank_device(device, ranks) if wanted is None else resolve_device(wanted, "speculation draft_device")
+    _check_draft_devices(speculation, first, {rank_device(device, rank) for rank in range(ranks)})
+    return replace(speculation, draft_device=str(first))
+
+
+def sized(
+    speculation: SpeculationConfig, draft: Checkpoint | EagleCheckpoint | None, device: torch.device
+) -> SpeculationConfig:
+    """Resolves `draft_quantization` and, for a draft on the CPU beside a target on a GPU, `draft_threads`.
+
+    A step of a large draft takes as long as reading it. It is rounded where the target reads the same memory, and to
+    fewer bits where memory is slower: on a CPU, of which it has all cores but two.
+    """
+    on_cpu = device.type == "cuda" and speculation.draft_device == "cpu"
+    large = False
+    if draft is not None and not isinstance(draft, EagleCheckpoint):
+        large = weight_bytes(draft.config, torch.bfloat16) >= _LARGE_DRAFT
+    if on_cpu and speculation.draft_threads is None:
+        ranks = speculation.draft_ranks
+        threads = (num_cores() - 2) // ranks if large else min(_DRAFT_THREADS, num_cores() // (2 * ranks))
+        speculation = replace(speculation, draft_threads=max(1, threads))
+    if speculation.draft_quantization is not None or not (on_cpu or speculation.placement == "stream"):
+        return speculation
+    if draft is None or not large or format_names(draft.config, draft.formats):
+        return speculation
+    return replace(speculation, draft_quantization="int4" if on_cpu else "int8+bf16")
+
+
+def _check_draft_devices(speculation: SpeculationConfig, first: torch.device, target: set[torch.device]) -> None:
+    """ConfigError if the draft models have no GPUs, or cores, of their own; `first`: the device of the first one."""
+    _check_draft_threads(speculation, first)
+    if first.type == "cpu":
+        return
+    last = rank_device(first, speculation.draft_ranks - 1)
+    if (last.index or 0) >= torch.cuda.device_count():
+        if speculation.draft_ranks > 1:
+            raise ConfigError(
+                f"speculation draft_replicas={speculation.draft_replicas} and draft_tensor_parallel_size="
+                f"{speculation.draft_tensor_parallel_size} need {speculation.draft_ranks} more GPUs: lower one of them"
+            )
+        raise ConfigError(
+            'speculation placement="process" needs another GPU for the draft: use "stream", or draft_device="cpu"'
+        )
+    used = {each.index or 0 for each in target}
+    if used & set(range(first.index or 0, (last.index or 0) + 1)):
+        raise ConfigError(
+            f'speculation draft_device="{first}" is a GPU of the target: use placement="stream" for a draft there'
+        )
+
+
+def _check_draft_threads(speculation: SpeculationConfig, device: torch.device) -> None:
+    threads = speculation.draft_threads
+    if threads is None:
+        return
+    if device.type != "cpu":
+        raise ConfigError(f"speculation draft_threads={threads} is for a draft on a CPU, not on {device}: leave it out")
+    if speculation.draft_cores >= num_cores():
+        raise ConfigError(
+            f"speculation draft_threads={threads} leaves none of the {num_cores()} CPU cores to the target: lower it, "
+            "or leave it out"
+        )
+
+
+def prepares_here(speculation: SpeculationConfig) -> bool:
+    """Whether the draft model of this process prepares branches."""
+    here = speculation.placement in ("stream", "inline")
+    return speculation.mode == "ssd" or (speculation.mode == "auto" and here)
