@@ -37,12 +37,12 @@ from rich.table import Table
 
 from ssd import LLM, SamplingParams
 from ssd.assembly import draft_workers, placement
+from ssd.assembly.open import open_checkpoint
 from ssd.bench import drawing
 from ssd.config import EngineConfig, SpeculationConfig
 from ssd.core import Origin, Outcome, Work
 from ssd.decoding.drafter import Drafter
 from ssd.decoding.observer import RoundObserver
-from ssd.models.open import open_checkpoint
 from ssd.parallel.process import Worker
 from ssd.prompts import load_prompts
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import sizes
 import torch
 
+from ssd.assembly.open import HEAD, bundled, bundled_draft
 from ssd.errors import ConfigError
-from ssd.models.open import HEAD, bundled, bundled_draft
 from ssd.options import options_of
 
 Parser = argparse.ArgumentParser | argparse._ArgumentGroup

@@ -26,6 +26,7 @@ import torch
 from random_weights import RandomCheckpoint
 
 from ssd.assembly.build import build_engine
+from ssd.assembly.open import open_checkpoint
 from ssd.bench.load import LoadMeter
 from ssd.config import EngineConfig
 from ssd.core import SamplingParams
@@ -33,13 +34,12 @@ from ssd.engine.driver import Driver
 from ssd.execution.batch import Batch
 from ssd.execution.runner import ModelRunner
 from ssd.execution.target import Target
+from ssd.grafts.export import config_json
+from ssd.grafts.shapes import SHAPES
 from ssd.layers.experts import Experts
 from ssd.layers.linear import Linear
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.config import DecoderConfig
-from ssd.models.export import config_json
-from ssd.models.open import open_checkpoint
-from ssd.models.shapes import SHAPES
 
 Row = tuple[str, str]
 

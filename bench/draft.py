@@ -31,6 +31,8 @@ from rich.table import Table
 
 from ssd.core import SamplingParams
 from ssd.execution.graphs import capture
+from ssd.grafts.graft import fill_random
+from ssd.grafts.shapes import SHAPES
 from ssd.kernels.cpu.threads import set_threads
 from ssd.kernels.device import kernels
 from ssd.kernels.ops import Branches, DeviceBatch
@@ -39,9 +41,7 @@ from ssd.layers.formats.rounded import rounded
 from ssd.layers.parameter import Build
 from ssd.models.decoder import Decoder, KVCache
 from ssd.models.eagle import EagleConfig, EagleHead, eagle_shapes
-from ssd.models.graft import fill_random
 from ssd.models.persistent import persistent_step
-from ssd.models.shapes import SHAPES
 from ssd.parallel.tensor import TensorParallel
 from ssd.sampling.sampler import Needs, Rows, Sampler, SamplingColumns
 

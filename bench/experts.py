@@ -26,6 +26,9 @@ import torch
 from decode import copy_bandwidth
 from linear import host_bandwidth, seconds
 
+from ssd.assembly.open import open_checkpoint
+from ssd.grafts.expert_graft import CODE, add_codes
+from ssd.grafts.graft import GraftCheckpoint, held_mlp, seeded
 from ssd.kernels.device import kernels
 from ssd.kernels.ops import GLU, SWIGLU, Ops, Routing
 from ssd.kernels.quantized import Format
@@ -33,9 +36,6 @@ from ssd.layers.formats import DENSE, Use, WeightFormat
 from ssd.layers.formats.mxfp4 import GROUP, MXFP4
 from ssd.layers.formats.rounded import Rounded
 from ssd.layers.spec import ExpertsSpec
-from ssd.models.expert_graft import CODE, add_codes
-from ssd.models.graft import GraftCheckpoint, held_mlp, seeded
-from ssd.models.open import open_checkpoint
 from ssd.prompts import OWN_SETS, load_prompts
 
 _ROUTINGS: Final = 16  # timed one after the other

@@ -24,13 +24,13 @@ from typing import Any, get_args
 import torch
 from decode import copy_bandwidth, device_seconds
 
+from ssd.grafts.shapes import SHAPES
 from ssd.kernels.device import kernels
 from ssd.kernels.ops import Ops
 from ssd.kernels.quantized import Format
 from ssd.layers.formats import DENSE, Use
 from ssd.layers.formats.rounded import Rounded
 from ssd.models.config import DecoderConfig
-from ssd.models.shapes import SHAPES
 
 _BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}  # of all copies of a weight
 Product = Callable[[torch.Tensor, Any], object]

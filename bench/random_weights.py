@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
+from ssd.grafts.graft import fill_random
 from ssd.layers.formats import FormatOf, dense
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import parameter_shapes
-from ssd.models.graft import fill_random
 from ssd.text.tokenizer import Tokenizer
 
 

@@ -16,7 +16,7 @@ from draft import CUDA, make, milliseconds, rows  # bench/draft.py
 from rich.console import Console
 from rich.table import Table
 
-from ssd.models.shapes import SHAPES
+from ssd.grafts.shapes import SHAPES
 from ssd.parallel.group import listener, make_group
 from ssd.parallel.tensor import TensorParallel
 

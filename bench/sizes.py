@@ -10,9 +10,9 @@ import os
 import re
 from typing import Final, Literal, TypeVar
 
+from ssd.assembly.open import HEAD
 from ssd.errors import ConfigError, ModelNotFound
 from ssd.models.hub import cache_places, snapshot_in
-from ssd.models.open import HEAD
 
 T = TypeVar("T")
 Family = Literal["llama", "qwen"]

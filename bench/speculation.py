@@ -22,6 +22,7 @@ from overlap import alone_and_beside
 from rich.console import Console
 from rich.table import Table
 
+from ssd.assembly.open import open_checkpoint
 from ssd.bench.answers import RequestSettings
 from ssd.bench.measure import MEAN, Measured, figures, measure, same_text, warnings
 from ssd.bench.ours import OurContender, methods_of, our_contenders
@@ -29,7 +30,6 @@ from ssd.bench.report import speed_up
 from ssd.bench.workload import Workload, load_workload
 from ssd.cli.console import measuring
 from ssd.config import K_DEFAULT, EngineConfig, SpeculationConfig
-from ssd.models.open import open_checkpoint
 from ssd.prompts import OWN_SETS
 
 LESS = ", one core less"

@@ -25,12 +25,12 @@ from rich.table import Table
 from ssd import LLM, SamplingParams
 from ssd.assembly.build import build_runners
 from ssd.assembly.device import resolve_device
+from ssd.assembly.open import open_checkpoint
 from ssd.config import EngineConfig
 from ssd.core import Request, RequestOutput, Sequence
 from ssd.execution.batch import Batch
 from ssd.execution.runner import ModelRunner
 from ssd.llm import Prompt
-from ssd.models.open import open_checkpoint
 from ssd.prompts import OWN_SETS, load_prompts
 from ssd.sampling.sampler import Needs, Rows, Sampler
 

@@ -25,10 +25,10 @@ from tokenizers import Tokenizer
 from torch import nn
 from train_tiny import MLP, SHAPES, Model, Norm, Run, Shape, add_training_flags, autocast, rotate, train, written
 
+from ssd.assembly.open import BUNDLE
+from ssd.grafts.export import eagle_json, write_json
 from ssd.layers.spec import AttentionSpec, LayerSpec, MLPSpec, RopeConfig
 from ssd.models.eagle import EagleConfig
-from ssd.models.export import eagle_json, write_json
-from ssd.models.open import BUNDLE
 
 FEATURE_LAYERS = (2, 6, 9)  # of 12: EAGLE-3's choice
 SHARE = 400_000  # characters of each file that prompts are taken from

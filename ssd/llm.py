@@ -18,6 +18,7 @@ import torch
 
 from ssd.assembly.build import build_engine
 from ssd.assembly.device import make_current
+from ssd.assembly.open import open_checkpoint
 from ssd.assembly.torchrun import join
 from ssd.config import EngineConfig
 from ssd.core import BINARY, Delta, RequestOutput, SamplingParams
@@ -30,7 +31,6 @@ from ssd.engine.validation import CheckedRequest
 from ssd.errors import ALL_FORBIDDEN, STRUCTURED_FAILED, EngineClosed, ParametersFailed, RequestError, RequestFailed
 from ssd.execution.threads import ThreadController
 from ssd.models.checkpoint import rounding_note
-from ssd.models.open import open_checkpoint
 from ssd.options import build, is_int, plain
 from ssd.text.tokenizer import Tokenizer, check_messages
 

@@ -17,6 +17,7 @@ from ssd.assembly.drafters import make_drafter
 from ssd.assembly.fit import check_draft_fits, check_fits
 from ssd.assembly.memory import MAX_IN_FLIGHT, blocks_for, fitting_length, gib, kv_blocks, possible_length
 from ssd.assembly.models import load_decoder, make_runner, make_state, num_slots
+from ssd.assembly.open import open_checkpoint
 from ssd.assembly.placement import placed, sized
 from ssd.assembly.ranks import Follower, Place, Ranks
 from ssd.assembly.warm_up import warm_up
@@ -34,7 +35,6 @@ from ssd.kv.blocks import BlockPool
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.decoder import check_split
 from ssd.models.eagle import EagleCheckpoint, EagleHead
-from ssd.models.open import open_checkpoint
 from ssd.parallel.launch import local_size
 from ssd.text.tokenizer import Tokenizer
 

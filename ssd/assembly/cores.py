@@ -14,13 +14,13 @@ import torch
 from ssd.assembly.device import kv_block_size
 from ssd.assembly.draft_models import load_draft
 from ssd.assembly.models import make_runner
+from ssd.assembly.open import open_checkpoint
 from ssd.config import EngineConfig, SpeculationConfig
 from ssd.drafting.fan_out import RANKS
 from ssd.execution.batch import Batch
 from ssd.execution.runner import ModelRunner
 from ssd.execution.threads import num_cores
 from ssd.kernels.cpu.threads import use_threads
-from ssd.models.open import open_checkpoint
 
 _FEWEST_CORES = 4  # with fewer, a draft has one
 _REPEATS = 5

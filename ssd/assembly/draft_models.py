@@ -7,6 +7,7 @@ import torch
 from ssd.assembly.device import kv_block_size
 from ssd.assembly.memory import Loaded
 from ssd.assembly.models import load_decoder
+from ssd.assembly.open import open_checkpoint, open_eagle
 from ssd.assembly.placement import prepares_here
 from ssd.config import NGRAM, EngineConfig, SpeculationConfig
 from ssd.drafting.eagle import private_blocks
@@ -16,7 +17,6 @@ from ssd.execution.state import SequenceState
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.decoder import Decoder
 from ssd.models.eagle import EagleCheckpoint
-from ssd.models.open import open_checkpoint, open_eagle
 from ssd.parallel.tensor import TensorParallel
 from ssd.text.tokenizer import Tokenizer
 

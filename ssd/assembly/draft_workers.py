@@ -15,6 +15,7 @@ from ssd.assembly.draft_models import load_draft
 from ssd.assembly.draft_runners import make_draft_model, make_fan_out, ssd_drafter
 from ssd.assembly.memory import kv_blocks
 from ssd.assembly.models import make_runner, make_state
+from ssd.assembly.open import absolute_path, open_checkpoint
 from ssd.assembly.ranks import Follower, Place, Ranks
 from ssd.config import EngineConfig
 from ssd.decoding.drafter import Drafter
@@ -25,7 +26,6 @@ from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
 from ssd.kernels.cpu.threads import set_threads
 from ssd.kernels.device import kernels
-from ssd.models.open import absolute_path, open_checkpoint
 from ssd.options import build
 from ssd.parallel.process import Worker
 

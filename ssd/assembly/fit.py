@@ -21,13 +21,13 @@ from ssd.assembly.memory import (
 from ssd.assembly.models import formats_of, num_slots
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError
+from ssd.grafts.graft import GraftCheckpoint
+from ssd.grafts.shapes import SHAPES
 from ssd.layers.formats import FormatOf
 from ssd.layers.formats.rounded import rounded
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.config import DecoderConfig
 from ssd.models.eagle import EagleCheckpoint
-from ssd.models.graft import GraftCheckpoint
-from ssd.models.shapes import SHAPES
 
 
 class Model(NamedTuple):

@@ -10,6 +10,7 @@ import torch
 
 from ssd.assembly.device import device_name, kv_block_size, kv_dtype, resolve_dtype
 from ssd.assembly.memory import Loaded, gib
+from ssd.assembly.open import open_checkpoint
 from ssd.config import EngineConfig
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import DeviceBlockTables, SequenceState
@@ -22,7 +23,6 @@ from ssd.layers.parameter import Build
 from ssd.models.checkpoint import Checkpoint, HFCheckpoint, Weights
 from ssd.models.decoder import Decoder
 from ssd.models.eagle import EagleCheckpoint, EagleHead
-from ssd.models.open import open_checkpoint
 from ssd.parallel.tensor import TensorParallel
 
 log = logging.getLogger("ssd")

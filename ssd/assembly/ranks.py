@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 from ssd.assembly.device import make_current, rank_device, resolve_device
+from ssd.assembly.open import absolute_path
 from ssd.assembly.torchrun import join
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError, EngineFailed, one_line
 from ssd.execution.runner import ModelRunner
 from ssd.execution.threads import ThreadController, num_cores
-from ssd.models.open import absolute_path
 from ssd.options import build
 from ssd.parallel.group import HANG_SECONDS, LOOPBACK, listener, make_group
 from ssd.parallel.launch import local_rank, local_size

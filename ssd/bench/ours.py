@@ -12,6 +12,7 @@ import torch
 
 from ssd.assembly.device import resolve_device
 from ssd.assembly.drafters import drafter_of
+from ssd.assembly.open import open_eagle
 from ssd.assembly.placement import placed
 from ssd.bench.answers import Answer, Prompt, RequestSettings
 from ssd.config import NGRAM, SpeculationConfig
@@ -28,7 +29,6 @@ from ssd.engine.metrics import EngineMetrics
 from ssd.engine.submission import Submission
 from ssd.errors import ConfigError
 from ssd.llm import LLM, check_served, measure_modes
-from ssd.models.open import open_eagle
 from ssd.options import options_of
 
 

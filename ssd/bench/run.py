@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ssd.assembly.open import open_checkpoint
 from ssd.bench import tracing
 from ssd.bench.answers import NO_PROGRESS, Contender, Progress, RequestSettings
 from ssd.bench.config import BenchConfig, is_url
@@ -23,7 +24,6 @@ from ssd.bench.workload import Workload, load_workload
 from ssd.config import NGRAM
 from ssd.execution.threads import num_cores
 from ssd.models.checkpoint import rounding_note
-from ssd.models.open import open_checkpoint
 from ssd.text.tokenizer import Tokenizer
 from ssd.version import VERSION
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from ssd.assembly.device import resolve_device, resolve_dtype
+from ssd.assembly.open import GRAFT_PREFIX, open_checkpoint
 from ssd.bench.answers import Answer, Prompt, RequestSettings
 from ssd.bench.workload import encode
 from ssd.config import K_DEFAULT, EngineConfig
 from ssd.errors import ConfigError, RequestError, UnsupportedModel, install_extra
 from ssd.models.checkpoint import Checkpoint
-from ssd.models.open import GRAFT_PREFIX, open_checkpoint
 from ssd.options import build
 
 

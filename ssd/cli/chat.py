@@ -193,7 +193,7 @@ def interactive() -> bool:
 
 def _print_greeting(llm: LLM, params: SamplingParams, colour: bool) -> None:
     from ssd.assembly.device import resolve_device
-    from ssd.models.open import bundled_models
+    from ssd.assembly.open import bundled_models
 
     wanted = llm.config.speculation
     drafter = "" if wanted.mode == "ar" else f"; {wanted.draft} drafts ({wanted.mode.upper()}, K = {wanted.k})"

@@ -127,7 +127,7 @@ def seeded(params: SamplingParams) -> SamplingParams:
 
 def bundled_draft(model: str) -> str | None:
     """The draft of a bundled model, or of the demo's. Imports torch."""
-    from ssd.models.open import bundled_draft as draft_of
+    from ssd.assembly.open import bundled_draft as draft_of
 
     return _DEMO_DRAFT if model == DEMO_MODEL else draft_of(model)
 

@@ -145,7 +145,7 @@ def demo(
 
 def conclude(model: str, asked: list[Asked], runs: list[Run], console: Console) -> None:
     """Compares the runs and prints the summary. SSDError if their texts differ."""
-    from ssd.models.open import bundled_models
+    from ssd.assembly.open import bundled_models
 
     differences = [difference(asked, runs[0], run) for run in runs]
     _print_speeds(runs, differences, console)

@@ -119,8 +119,8 @@ def explain(
 
 def _check_name(model: str) -> None:
     """ModelNotFound for a misspelt name, without a download."""
+    from ssd.assembly.open import open_checkpoint
     from ssd.models.hub import is_hub_id
-    from ssd.models.open import open_checkpoint
 
     if not is_hub_id(model):
         open_checkpoint(model)

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from ssd.cli.console import errors, print_note
 from ssd.cli.options import command
 from ssd.errors import ConfigError
-from ssd.models.shapes import SHAPES
+from ssd.grafts.shapes import SHAPES
 
 GRAFT_HELP: Final = f"""\
 Write a small model as a checkpoint in the shape of a published one: [bold]that shape's speed, the small \
@@ -62,8 +62,8 @@ def graft(
     import torch
 
     from ssd.assembly.device import resolve_device
-    from ssd.models.export import stored_bytes, write_graft
-    from ssd.models.open import open_graft
+    from ssd.assembly.open import open_graft
+    from ssd.grafts.export import stored_bytes, write_graft
 
     grafted = open_graft(base, f"{shape}:{quantization}" if quantization else shape)
     folder = out or Path("-".join(filter(None, [f"{grafted.base_name}@{grafted.shape_name}", grafted.quantization])))
@@ -89,9 +89,9 @@ def export_eagle(
     import torch
 
     from ssd.assembly.device import resolve_device
-    from ssd.models.eagle_graft import EagleGraft
-    from ssd.models.export import write_eagle
-    from ssd.models.open import open_checkpoint, open_eagle
+    from ssd.assembly.open import open_checkpoint, open_eagle
+    from ssd.grafts.eagle_graft import EagleGraft
+    from ssd.grafts.export import write_eagle
 
     found = open_eagle(head, "HEAD")
     if found is None:

@@ -1,7 +1,8 @@
 """What a checkpoint gives to the engine, and the ordinary kind: a directory in Hugging Face's layout.
 
 A checkpoint gives the decoder's description, the stop tokens, the weights one by one under their Hugging Face names,
-and the tokenizer. Weights are read from safetensors only: no pickle is ever opened. `ssd.models.open` opens all kinds.
+and the tokenizer. Weights are read from safetensors only: no pickle is ever opened. `ssd.assembly.open` opens all
+kinds.
 """
 
 from __future__ import annotations

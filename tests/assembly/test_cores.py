@@ -11,8 +11,8 @@ import torch
 
 from ssd import LLM, SamplingParams
 from ssd.assembly import cores, placement
+from ssd.assembly.open import open_checkpoint
 from ssd.config import EngineConfig, SpeculationConfig
-from ssd.models.open import open_checkpoint
 
 K, BRANCHES = 3, 16
 

@@ -15,12 +15,12 @@ from ssd import LLM, ConfigError
 from ssd.assembly import fit, memory
 from ssd.assembly.fit import check_fits
 from ssd.assembly.memory import weight_bytes
+from ssd.assembly.open import open_checkpoint
 from ssd.config import EngineConfig
+from ssd.grafts.shapes import SHAPES
 from ssd.layers.formats.rounded import rounded
 from ssd.layers.spec import KVGroup
 from ssd.models.decoder import Decoder
-from ssd.models.open import open_checkpoint
-from ssd.models.shapes import SHAPES
 
 GIB = 1 << 30
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

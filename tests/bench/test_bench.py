@@ -22,6 +22,7 @@ from rich.console import Console
 from sizes import spelled
 from typer.testing import CliRunner
 
+from ssd.assembly.open import open_checkpoint
 from ssd.bench import load
 from ssd.bench.answers import Answer, Progress, RequestSettings, Speed
 from ssd.bench.config import BenchConfig
@@ -34,8 +35,7 @@ from ssd.bench.workload import Workload, encode, load_workload
 from ssd.cli import console
 from ssd.cli.main import app
 from ssd.errors import ConfigError, SSDError
-from ssd.models.open import open_checkpoint
-from ssd.models.shapes import SHAPES
+from ssd.grafts.shapes import SHAPES
 
 TINY = ("tiny-llama", "tiny-llama-draft")
 

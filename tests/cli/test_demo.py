@@ -19,6 +19,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from ssd.assembly.memory import weight_bytes
+from ssd.assembly.open import BUNDLE, open_checkpoint
 from ssd.cli import demo as demo_command
 from ssd.cli.bench import bench
 from ssd.cli.console import DEMO_MODEL, bundled_draft
@@ -26,7 +27,6 @@ from ssd.cli.demo import QUESTIONS, Asked, Question, Run, activation, conclude, 
 from ssd.cli.main import app
 from ssd.core import RequestMetrics, RequestOutput, Sample, SamplingParams
 from ssd.llm import LLM
-from ssd.models.open import BUNDLE, open_checkpoint
 
 SHORT = ("--device", "cpu", "--max-tokens", "8")
 METHODS = ("with a draft (SD)", "draft prepared ahead (SSD)")

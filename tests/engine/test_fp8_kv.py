@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 
 from ssd import LLM, ConfigError, SamplingParams
 from ssd.assembly.device import kv_dtype
+from ssd.assembly.open import open_checkpoint
 from ssd.config import EngineConfig
 from ssd.errors import UnsupportedModel
 from ssd.execution.runner import ModelRunner
 from ssd.models import persistent
-from ssd.models.open import open_checkpoint
 
 FP8 = torch.float8_e4m3fn
 PROMPTS = ragged_prompts(6, longest=120)

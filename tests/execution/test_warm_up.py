@@ -9,6 +9,7 @@ import torch
 from conftest import TestModel
 
 from ssd.assembly.draft_runners import make_fan_out
+from ssd.assembly.open import open_checkpoint
 from ssd.config import SpeculationConfig
 from ssd.decoding.rejection import RejectionTarget
 from ssd.drafting.runner import DraftRunner
@@ -21,7 +22,6 @@ from ssd.kernels.ops import DeviceBatch
 from ssd.kernels.reference import ReferenceOps
 from ssd.layers.parameter import Build
 from ssd.models.decoder import Decoder, KVCache
-from ssd.models.open import open_checkpoint
 
 CPU = torch.device("cpu")
 K = 2

@@ -10,8 +10,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 from ssd.assembly.device import resolve_dtype
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError
+from ssd.grafts.shapes import SHAPES
 from ssd.kernels import linear
-from ssd.models.shapes import SHAPES
 
 WEIGHTS = [(n, k) for n in (64, 1024, 6144, 8192, 28672, 128256) for k in (512, 4096, 14336)]
 

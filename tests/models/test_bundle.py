@@ -18,11 +18,11 @@ import torch
 import transformers
 
 from ssd import LLM, SamplingParams
+from ssd.assembly.open import BUNDLE, bundled, bundled_models, open_checkpoint
+from ssd.grafts.shapes import SHAPES
 from ssd.layers.spec import RopeConfig
 from ssd.llm import Prompt
 from ssd.models.config import DecoderConfig, equal_layers
-from ssd.models.open import BUNDLE, bundled, bundled_models, open_checkpoint
-from ssd.models.shapes import SHAPES
 from ssd.prompts import FOLDER_VARIABLE, OWN_SETS, load_prompts
 
 TARGETS = ("tiny-llama", "tiny-qwen3")

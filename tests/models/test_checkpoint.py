@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from ssd.assembly.open import open_checkpoint
 from ssd.errors import ModelNotFound, SSDError, UnsupportedModel
 from ssd.kernels.ops import GLU
 from ssd.layers.spec import AttentionSpec, ExpertNames, ExpertsSpec, RopeConfig
 from ssd.models.checkpoint import all_weights
 from ssd.models.families import decoder_config, gpt_oss
-from ssd.models.open import open_checkpoint
 
 transformers = pytest.importorskip("transformers")
 

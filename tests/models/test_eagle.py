@@ -19,10 +19,10 @@ from ssd import LLM, SamplingParams
 from ssd.cli.main import app
 from ssd.drafting.runner import DraftRunner
 from ssd.errors import ConfigError, SSDError, UnsupportedModel
+from ssd.grafts.shapes import SHAPES
 from ssd.layers.spec import RopeConfig
 from ssd.models.config import equal_layers
 from ssd.models.eagle import EagleCheckpoint, EagleHead
-from ssd.models.shapes import SHAPES
 
 K = 5
 TOKENS = [3, 141, 59, 265, 35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 288, 41, 97, 169, 39, 93]

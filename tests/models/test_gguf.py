@@ -17,13 +17,13 @@ import torch
 from conftest import REAL_TOKENIZERS
 from gguf_files import FEED, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, metadata, write
 
+from ssd.assembly.open import open_checkpoint
 from ssd.errors import RequestError, SSDError, UnsupportedModel
 from ssd.layers.spec import RopeConfig
 from ssd.models.checkpoint import all_weights
 from ssd.models.gguf import GGUFCheckpoint, llama3_rope
 from ssd.models.gguf_file import read_header
 from ssd.models.gguf_tokenizer import load_tokenizer
-from ssd.models.open import open_checkpoint
 
 gguf = pytest.importorskip("gguf")
 

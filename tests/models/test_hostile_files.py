@@ -20,13 +20,13 @@ from gguf_files import metadata, write
 from safetensors.torch import save_file
 from test_gguf import tensors
 
+from ssd.assembly.open import open_checkpoint
 from ssd.errors import SSDError, UnsupportedModel
 from ssd.kernels.reference import ReferenceOps
 from ssd.layers.parameter import Build
 from ssd.models import gguf_tokenizer
 from ssd.models.config import equal_layers
 from ssd.models.decoder import Decoder, parameter_shapes
-from ssd.models.open import open_checkpoint
 from ssd.text.tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")

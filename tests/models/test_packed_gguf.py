@@ -14,6 +14,7 @@ from gguf_files import SHAPES, SIZES, random_blocks, widened, write_models
 from test_tensor_parallel import logits, on_ranks
 
 from ssd import LLM, SamplingParams
+from ssd.assembly.open import open_checkpoint
 from ssd.errors import ConfigError, UnsupportedModel
 from ssd.kernels.cpu import library
 from ssd.kernels.device import kernels
@@ -23,7 +24,6 @@ from ssd.layers.parameter import Build
 from ssd.models.checkpoint import all_weights
 from ssd.models.decoder import Decoder
 from ssd.models.gguf import GGUFCheckpoint
-from ssd.models.open import open_checkpoint
 from ssd.parallel.tensor import TensorParallel
 
 CPU = torch.device("cpu")

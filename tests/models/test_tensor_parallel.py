@@ -29,13 +29,13 @@ from ssd.drafting.step import ModelStep
 from ssd.errors import ConfigError
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
+from ssd.grafts.shapes import SHAPES
 from ssd.kernels.device import kernels
 from ssd.layers.formats.rounded import rounded
 from ssd.layers.parameter import Build
 from ssd.models.checkpoint import Checkpoint, FileTensor, HFCheckpoint
 from ssd.models.config import DecoderConfig, equal_layers
 from ssd.models.decoder import Decoder, check_split, parameter_shapes
-from ssd.models.shapes import SHAPES
 from ssd.parallel import tensor
 from ssd.parallel.group import listener, make_group
 from ssd.parallel.tensor import TensorParallel

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from ssd.grafts.shapes import SHAPES
 from ssd.layers.spec import ExpertsSpec, MLPSpec
 from ssd.models.decoder import parameter_shapes
 from ssd.models.fused_experts import single_experts
-from ssd.models.shapes import SHAPES
 
 FAMILIES = {shape.family: shape for shape in SHAPES.values()}
 

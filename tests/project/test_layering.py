@@ -19,6 +19,7 @@ LAYERS = [  # of packages, the lowest first
     {"parallel"},
     {"layers", "sampling"},
     {"models"},
+    {"grafts"},
     {"execution"},
     {"decoding"},
     {"drafting", "engine"},

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 import ssd.server.fingerprint
 from ssd import LLM, SamplingParams
+from ssd.assembly.open import BUNDLE
 from ssd.cli.main import app
 from ssd.errors import ConfigError
-from ssd.models.open import BUNDLE
 from ssd.server.fingerprint import system_fingerprint
 from ssd.server.options import ServerOptions
 from ssd.server.protocol import CompletionRequest

@@ -25,18 +25,18 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from ssd import LLM, ConfigError, ModelNotFound, SamplingParams, SSDError
+from ssd.assembly import open as open_module
+from ssd.assembly.open import open_checkpoint, open_eagle, open_graft
 from ssd.bench.transformers_peer import files_of
 from ssd.cli.main import app
+from ssd.grafts import export
+from ssd.grafts.graft import GraftCheckpoint, blocks_of, copy_scales, held_mlp
+from ssd.grafts.shapes import SHAPES
 from ssd.kernels.quantized import decoded, quantize
 from ssd.layers.rotary import rope_tables
 from ssd.layers.spec import MLPSpec, RopeConfig
-from ssd.models import export
-from ssd.models import open as open_module
 from ssd.models.checkpoint import all_weights
 from ssd.models.config import DecoderConfig, equal_layers
-from ssd.models.graft import GraftCheckpoint, blocks_of, copy_scales, held_mlp
-from ssd.models.open import open_checkpoint, open_eagle, open_graft
-from ssd.models.shapes import SHAPES
 
 CPU = torch.device("cpu")
 BASE: dict[str, Any] = {

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Final
 
 from ssd.errors import ConfigError, ModelNotFound, UnsupportedModel
+from ssd.grafts.eagle_graft import EagleGraft
+from ssd.grafts.graft import GraftCheckpoint
 from ssd.models.checkpoint import Checkpoint, HFCheckpoint
 from ssd.models.eagle import EagleCheckpoint
-from ssd.models.eagle_graft import EagleGraft
 from ssd.models.families import is_eagle
 from ssd.models.gguf import GGUFCheckpoint
-from ssd.models.graft import GraftCheckpoint
 from ssd.models.hub import is_hub_id, snapshot_in, snapshot_of
 from ssd.text.json_file import read_json
 

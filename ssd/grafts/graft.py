@@ -8,7 +8,7 @@ all factors are powers of two, except the square root of the ratio of head sizes
 * Real heads hold the small ones at the front of their two halves, and the base of the rotary frequencies is raised so
   that these turn as before; other dimensions are zero. The q and k norms see copies again.
 * Additional heads, MLP rows and layers compute on random weights, and nothing of it is added to the stream.
-* Experts hold copies of the small MLP, or of parts of it (`ssd.models.expert_graft`): the same function up to rounding.
+* Experts hold copies of the small MLP, or of parts of it (`ssd.grafts.expert_graft`): the same function up to rounding.
 * Biases, sinks and sliding windows of a shape are there and change nothing: sinks are far below all logits, and the
   base's layers are in layers that see the whole context.
 * Additional tokens have a logit far below all others, from a tiny constant that every embedding carries.
@@ -36,6 +36,8 @@ from typing import Final, cast, get_args
 import torch
 
 from ssd.errors import ConfigError, UnsupportedModel
+from ssd.grafts.expert_graft import ROUTERS, HeldMLP, add_codes, expert_obstacles, expert_part
+from ssd.grafts.shapes import SHAPES
 from ssd.kernels.quantized import TargetFormat
 from ssd.layers.formats import DENSE, FormatOf, WeightFormat
 from ssd.layers.formats.mxfp4 import GROUP, MXFP4
@@ -44,8 +46,6 @@ from ssd.layers.spec import AttentionSpec, ExpertsSpec, LayerSpec, RopeConfig
 from ssd.models.checkpoint import Checkpoint, all_weights, graft_note
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import parameter_shapes
-from ssd.models.expert_graft import ROUTERS, HeldMLP, add_codes, expert_obstacles, expert_part
-from ssd.models.shapes import SHAPES
 from ssd.text.tokenizer import Tokenizer
 
 # One dimension of the stream holds a constant whose square vanishes beside the others'. Through the final norm and the

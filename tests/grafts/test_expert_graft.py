@@ -20,6 +20,11 @@ from test_tensor_parallel import logits_of
 
 from ssd import LLM, ConfigError, SamplingParams
 from ssd.assembly.memory import weight_bytes
+from ssd.assembly.open import open_checkpoint
+from ssd.grafts.expert_graft import digits
+from ssd.grafts.export import write_graft
+from ssd.grafts.graft import GraftCheckpoint
+from ssd.grafts.shapes import SHAPES
 from ssd.kernels.ops import Routing
 from ssd.kernels.reference import ReferenceOps
 from ssd.layers.formats.mxfp4 import MXFP4
@@ -27,12 +32,7 @@ from ssd.layers.parameter import Build
 from ssd.layers.spec import ExpertsSpec
 from ssd.models.config import DecoderConfig, equal_layers
 from ssd.models.decoder import Decoder
-from ssd.models.expert_graft import digits
-from ssd.models.export import write_graft
 from ssd.models.families import gpt_oss
-from ssd.models.graft import GraftCheckpoint
-from ssd.models.open import open_checkpoint
-from ssd.models.shapes import SHAPES
 
 CPU = torch.device("cpu")
 TOKENS = list(range(0, 320, 7))

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ssd.errors import ConfigError, SSDError
+from ssd.grafts.graft import GraftCheckpoint, host
 from ssd.kernels.quantized import Codes, Format, TargetFormat, bits_of, group_size, quantize
 from ssd.layers.formats.mxfp4 import MXFP4
 from ssd.layers.formats.rounded import Rounded
@@ -32,7 +33,6 @@ from ssd.models.config import DecoderConfig
 from ssd.models.decoder import Decoder, outline, parameter_shapes
 from ssd.models.eagle import EagleCheckpoint, EagleConfig, authors_name, eagle_shapes
 from ssd.models.fused_experts import all_experts
-from ssd.models.graft import GraftCheckpoint, host
 
 SHARD_BYTES: Final = 4 * 10**9
 

@@ -1,6 +1,6 @@
 """Grafts of EAGLE heads: a small head in the shape of a published one, for the graft of its target in that shape.
 
-The head's stream, heads and MLP are laid out as a graft's are (`ssd.models.graft`), so it reads that graft's features
+The head's stream, heads and MLP are laid out as a graft's are (`ssd.grafts.graft`), so it reads that graft's features
 and embedding, and drafts what the small head drafts. The draft vocabulary grows to what published heads have.
 """
 
@@ -13,11 +13,7 @@ from typing import Final
 import torch
 
 from ssd.errors import ConfigError
-from ssd.layers.spec import LayerSpec
-from ssd.models.checkpoint import Checkpoint, all_weights, graft_note
-from ssd.models.config import DecoderConfig
-from ssd.models.eagle import EagleCheckpoint, EagleConfig, eagle_shapes
-from ssd.models.graft import (
+from ssd.grafts.graft import (
     CONSTANT_HEAD,
     CONSTANT_NORM,
     READERS,
@@ -34,6 +30,10 @@ from ssd.models.graft import (
     same,
     side_by_side,
 )
+from ssd.layers.spec import LayerSpec
+from ssd.models.checkpoint import Checkpoint, all_weights, graft_note
+from ssd.models.config import DecoderConfig
+from ssd.models.eagle import EagleCheckpoint, EagleConfig, eagle_shapes
 
 _DRAFT_VOCABULARY: Final = 32000
 
