@@ -16,7 +16,7 @@ from pathlib import Path
 
 import httpx
 
-from ssd.server import memory
+from ssd.server.http import memory
 
 MODEL, DRAFT = "tiny-llama", "tiny-llama-draft"
 START_SECONDS = 120.0  # with Ray, on cores that are busy, it may take one minute

@@ -113,8 +113,8 @@ def _serve_replicas(
 ) -> None:
     with ExitStack() as stack:
         with stages(f"starting {count} replicas of {config.model}", lines=True):
-            from ssd.server.proxy import create_proxy
-            from ssd.server.ray_serve import LOCAL, RayReplicas
+            from ssd.server.replicas.proxy import create_proxy
+            from ssd.server.replicas.ray_serve import LOCAL, RayReplicas
 
             replicas = stack.enter_context(RayReplicas(config, options, count, cluster or LOCAL))
             app = create_proxy(replicas, options)

@@ -9,24 +9,16 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from ssd.llm import LLM
-from ssd.server import (
-    api_docs,
-    chat,
-    completions,
-    embeddings,
-    errors,
-    info,
-    messages,
-    metrics,
-    middleware,
-    playground,
-    responses,
-)
+from ssd.server import api_docs, errors, info, metrics
 from ssd.server.admission import Admission
+from ssd.server.anthropic import messages
 from ssd.server.fingerprint import system_fingerprint
 from ssd.server.generation import ServerState
+from ssd.server.http import middleware
 from ssd.server.metrics import HttpRequests, Metrics
+from ssd.server.openai import chat, completions, embeddings, responses
 from ssd.server.options import ServerOptions
+from ssd.server.playground import endpoints as playground
 from ssd.server.sampling_defaults import sampling_defaults
 from ssd.server.tracing import Tracer
 from ssd.version import VERSION

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +15,7 @@ from ssd.llm import LLM
 from ssd.version import VERSION
 
 _MODEL_FILES: Final = (".json", ".jinja", ".model", ".safetensors", ".txt")
-_KERNEL_FILES: Final = (".c", ".cu", ".py")
+_KERNEL_FILES: Final = (".c", ".cu", ".h", ".py")
 _BLOCKS, _BYTES = 32, 32 << 10  # what is read of a large file, at equal distances from its begin to its end
 
 
@@ -35,16 +35,16 @@ def system_fingerprint(llm: LLM, *settings: object) -> str:
     if config.speculation.acceptance == "rejection":  # else drafts do not change the text
         parts.append(config.speculation)
     digest = hashlib.sha256(repr(parts).encode())
-    files = _files(llm.path, _MODEL_FILES) if llm.path.is_dir() else [llm.path]
-    for file in [*files, *_files(Path(kernels.__file__).parent, _KERNEL_FILES)]:
+    files = _files(llm.path.iterdir(), _MODEL_FILES) if llm.path.is_dir() else [llm.path]
+    for file in [*files, *_files(Path(kernels.__file__).parent.rglob("*"), _KERNEL_FILES)]:
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())
         for block in _sampled(file):
             digest.update(block)
     return f"fp_{digest.hexdigest()[:16]}"
 
 
-def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if file.suffix in suffixes and file.is_file())
+def _files(paths: Iterable[Path], suffixes: tuple[str, ...]) -> list[Path]:
+    return sorted(file for file in paths if file.suffix in suffixes and file.is_file())
 
 
 def _sampled(path: Path) -> Iterator[bytes]:

@@ -20,8 +20,8 @@ from ssd.engine.submission import AsyncSubmission
 from ssd.errors import EngineFailed
 from ssd.llm import LLM, Prompt, check_served
 from ssd.server.admission import Admission
-from ssd.server.bodies import on_thread
 from ssd.server.errors import GONE, ApiError
+from ssd.server.http.bodies import on_thread
 from ssd.server.metrics import HttpRequests, Metrics
 from ssd.server.options import ServerOptions
 from ssd.server.tracing import Tracer

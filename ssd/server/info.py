@@ -8,9 +8,9 @@ from fastapi import APIRouter, Request
 
 from ssd.errors import RequestError
 from ssd.server.answers import check_model
-from ssd.server.bodies import JsonRoute, on_thread
 from ssd.server.errors import ApiError
 from ssd.server.generation import ServerState
+from ssd.server.http.bodies import JsonRoute, on_thread
 from ssd.server.protocol import DetokenizeRequest, TokenizeRequest
 from ssd.version import VERSION
 

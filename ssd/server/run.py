@@ -16,9 +16,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from ssd.errors import ConfigError
-from ssd.server import memory
 from ssd.server.admission import Admission
-from ssd.server.connection import Connection
+from ssd.server.http import memory
+from ssd.server.http.connection import Connection
 from ssd.server.options import ServerOptions
 
 log = logging.getLogger("ssd")

@@ -198,11 +198,14 @@ def test_the_fingerprint_changes_with_model_weights_version_and_kernels(
         patch.setattr(ssd.server.fingerprint, "VERSION", "0.0.0")
         found.append(system_fingerprint(own))
     with monkeypatch.context() as patch:
-        patch.setattr(ssd.server.fingerprint.cpu.load(), "build", "another compiler's")
+        patch.setattr(ssd.server.fingerprint.library.load(), "build", "another compiler's")
         found.append(system_fingerprint(own))
     kernels = tmp_path / "kernels"
     kernels.mkdir()
     (kernels / "__init__.py").write_text("# other kernels")
     monkeypatch.setattr(ssd.server.fingerprint.kernels, "__file__", str(kernels / "__init__.py"))
+    found.append(system_fingerprint(own))
+    (kernels / "cpu" / "csrc").mkdir(parents=True)
+    (kernels / "cpu" / "csrc" / "norm.h").write_text("/* another norm */")
     found.append(system_fingerprint(own))
     assert len(set(found)) == len(found)

@@ -16,7 +16,7 @@ from live_server import MODEL, Lazy, Served, serving
 from server.scripted import WEATHER, Forced, harmony_checkpoint
 from ssd import LLM
 from ssd.constraints.grammars import Constraint, Grammars
-from ssd.server import chat
+from ssd.server.openai import chat
 from ssd.server.protocol import ChatRequest
 
 anthropic: Any = Lazy("anthropic")

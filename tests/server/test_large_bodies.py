@@ -13,13 +13,13 @@ from live_server import MODEL, Served, until
 from pydantic import ValidationError
 
 from ssd import SamplingParams
-from ssd.server import bodies
-from ssd.server.bodies import LARGE, MAX_CONTAINERS, read_json
+from ssd.server.anthropic.messages import CountTokensRequest, MessagesRequest
 from ssd.server.errors import ApiError
-from ssd.server.messages import CountTokensRequest, MessagesRequest
-from ssd.server.playground import PlaygroundRequest
+from ssd.server.http import bodies
+from ssd.server.http.bodies import LARGE, MAX_CONTAINERS, read_json
+from ssd.server.openai.responses import ResponsesRequest
+from ssd.server.playground.endpoints import PlaygroundRequest
 from ssd.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Strict, TokenizeRequest
-from ssd.server.responses import ResponsesRequest
 
 REQUESTS = (
     *(ChatRequest, CompletionRequest, CountTokensRequest, DetokenizeRequest, MessagesRequest),

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
 from ssd import LLM
-from ssd.server import memory
 from ssd.server.app import create_app
+from ssd.server.http import memory
 from ssd.server.options import ServerOptions
 from ssd.server.run import Server
 

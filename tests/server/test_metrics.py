@@ -19,10 +19,10 @@ from live_server import serving, until
 from prometheus_client.parser import text_string_to_metric_families
 
 from ssd import LLM, SamplingParams
-from ssd.server import playground
 from ssd.server.app import PATHS, create_app
 from ssd.server.metrics import HttpRequests, Metrics, exposition
 from ssd.server.options import ServerOptions
+from ssd.server.playground import endpoints as playground
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana.json"
 VLLM_NAMES = [

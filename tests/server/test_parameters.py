@@ -16,10 +16,10 @@ import httpx
 from live_server import MODEL, Served
 
 from ssd.server import parameters
-from ssd.server.messages import CountTokensRequest, MessagesRequest
+from ssd.server.anthropic.messages import CountTokensRequest, MessagesRequest
+from ssd.server.openai.responses import ResponsesRequest
 from ssd.server.parameters import EMPTY, Table
 from ssd.server.protocol import ChatRequest, CompletionRequest, PublishedRequest
-from ssd.server.responses import ResponsesRequest
 
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
 CHAT = [{"role": "user", "content": "Hello"}]

@@ -12,7 +12,7 @@ import pytest
 from live_server import SPECULATION, Served, serving, until
 
 from ssd import LLM, SamplingParams
-from ssd.server.playground import PAGE
+from ssd.server.playground.endpoints import PAGE
 
 MESSAGES = [{"role": "user", "content": "Tell me about the sea."}]
 

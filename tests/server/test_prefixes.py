@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
-from ssd.server.prefixes import PrefixTable, Route, chunk_keys
+from ssd.server.replicas.prefixes import PrefixTable, Route, chunk_keys
 
 
 def keys(text: str, **more: Any) -> list[int]:

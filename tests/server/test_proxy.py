@@ -18,7 +18,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from ssd.server.errors import ApiError
 from ssd.server.options import ServerOptions
-from ssd.server.proxy import ReplicaLost, create_proxy
+from ssd.server.replicas.proxy import ReplicaLost, create_proxy
 
 START = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
 STREAM = {**START, "headers": [(b"content-type", b"text/event-stream; charset=utf-8")]}

@@ -26,9 +26,9 @@ from ssd.config import EngineConfig
 from ssd.errors import ConfigError, EngineFailed
 from ssd.parallel.launch import Launch
 from ssd.server.options import ServerOptions
-from ssd.server.prefixes import Route
-from ssd.server.ray_serve import needs, with_device
-from ssd.server.replica import FAILED, ServerReplica
+from ssd.server.replicas.prefixes import Route
+from ssd.server.replicas.ray_serve import needs, with_device
+from ssd.server.replicas.replica import FAILED, ServerReplica
 
 STARTED = 1_700_000_000
 SCOPE = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "scheme": "http"}

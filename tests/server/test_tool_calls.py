@@ -19,8 +19,8 @@ import ssd
 from server.scripted import ARGUMENTS, CALL, LLAMA_TEMPLATE, TEMPLATE, WEATHER, Script, checkpoint
 from ssd import LLM, SamplingParams
 from ssd.core import RequestMetrics, RequestOutput, Sample
+from ssd.server.anthropic.message_events import stop_sequence
 from ssd.server.errors import ApiError
-from ssd.server.message_events import stop_sequence
 from ssd.server.protocol import ChatRequest
 from ssd.server.tool_use import read_tools
 from ssd.text.tokenizer import load_tokenizer
@@ -42,7 +42,7 @@ def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     given = Script()
-    monkeypatch.setattr("ssd.server.chat.start", given.start())
+    monkeypatch.setattr("ssd.server.openai.chat.start", given.start())
     return given
 
 
@@ -204,7 +204,7 @@ def test_a_named_parser_describes_tools_to_a_template_without_any(
 ) -> None:
     """Catches tools, calls and results that the model never sees, or a template that is given what it refuses."""
     script = Script()
-    monkeypatch.setattr("ssd.server.chat.start", script.start())
+    monkeypatch.setattr("ssd.server.openai.chat.start", script.start())
     script.text = call
     with serving(plain_llm, tool_parser=parser) as served:
         client = served.client().chat.completions

@@ -12,9 +12,9 @@ from fastapi.responses import Response
 from ssd.core import SamplingParams
 from ssd.llm import embedding_of
 from ssd.server.answers import check_model
-from ssd.server.bodies import JsonRoute
 from ssd.server.errors import AsciiJSON, renaming
 from ssd.server.generation import ServerState, start
+from ssd.server.http.bodies import JsonRoute
 from ssd.server.protocol import EmbeddingRequest
 
 router = APIRouter(route_class=JsonRoute)

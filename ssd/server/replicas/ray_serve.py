@@ -1,7 +1,7 @@
 """Replicas of the server on Ray Serve, which places them, asks for their health and replaces them.
 
-The proxy (`ssd.server.proxy`) is this process, not Ray's: that one knows neither this server's limits nor prompts, and
-sends no request twice.
+The proxy (`ssd.server.replicas.proxy`) is this process, not Ray's: that one knows neither this server's limits nor
+prompts, and sends no request twice.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from starlette.types import Message, Scope
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError, EngineFailed, install_extra, one_line
 from ssd.server.admission import RETRY_AFTER
-from ssd.server.bodies import LARGE, on_thread
 from ssd.server.errors import ApiError
+from ssd.server.http.bodies import LARGE, on_thread
 from ssd.server.options import ServerOptions
-from ssd.server.prefixes import TABLE, Route, chunk_keys
-from ssd.server.proxy import ReplicaLost
-from ssd.server.replica import FAILED, HEALTH_CHECK_SECONDS, ServerReplica
+from ssd.server.replicas.prefixes import TABLE, Route, chunk_keys
+from ssd.server.replicas.proxy import ReplicaLost
+from ssd.server.replicas.replica import FAILED, HEALTH_CHECK_SECONDS, ServerReplica
 
 log = logging.getLogger("ssd")
 
@@ -114,7 +114,9 @@ class RayReplicas:
             graceful_shutdown_timeout_s=_SHUTDOWN_SECONDS,
             graceful_shutdown_wait_loop_s=0.1,
             max_constructor_retry_count=1,
-            request_router_config=RequestRouterConfig(request_router_class="ssd.server.ray_router:PrefixRouter"),
+            request_router_config=RequestRouterConfig(
+                request_router_class="ssd.server.replicas.ray_router:PrefixRouter"
+            ),
             logging_config={"log_level": "WARNING", "enable_access_log": False},
         )
         # the proxy checks keys, hosts and origins, and writes the access log

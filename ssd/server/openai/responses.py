@@ -12,14 +12,14 @@ from pydantic import Field
 
 from ssd.server import parameters
 from ssd.server.answers import STREAMED
-from ssd.server.bodies import JsonRoute, on_thread
-from ssd.server.chat import respond, start_chat
 from ssd.server.chat_messages import effort_options
 from ssd.server.errors import invalid, renaming, unsupported
 from ssd.server.generation import ServerState
+from ssd.server.http.bodies import JsonRoute, on_thread
+from ssd.server.openai.chat import respond, start_chat
+from ssd.server.openai.response_events import ResponseWriter
 from ssd.server.parameters import check_fields
 from ssd.server.protocol import ChatRequest, Json, Jsons, SamplingRequest, Texts, one_invalid
-from ssd.server.response_events import ResponseWriter
 
 router = APIRouter(route_class=JsonRoute)
 _ITEM_FIELDS: Final = {

@@ -21,9 +21,9 @@ from ssd.decoding.drafter import Prepared
 from ssd.decoding.observer import RoundObserver
 from ssd.llm import LLM
 from ssd.server.answers import event_stream
-from ssd.server.bodies import JsonRoute
 from ssd.server.errors import unsupported
 from ssd.server.generation import Generation, ServerState, start
+from ssd.server.http.bodies import JsonRoute
 from ssd.server.protocol import Strict
 from ssd.text.detokenizer import IncrementalDecoder
 from ssd.text.tokenizer import Tokenizer
@@ -122,7 +122,7 @@ def router(llm: LLM) -> APIRouter:
 
 
 def _static(name: str, kind: str) -> Any:
-    content = (resources.files("ssd.server") / "static" / name).read_bytes()
+    content = (resources.files("ssd.server.playground") / "static" / name).read_bytes()
 
     async def page() -> Response:
         return Response(content, media_type=f"{kind}; charset=utf-8", headers=_HEADERS)

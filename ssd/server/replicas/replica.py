@@ -1,6 +1,6 @@
 """One of several servers of a model: an engine and its application in a process of its own, called by the proxy.
 
-Ray Serve makes it, asks for its health and replaces it (`ssd.server.ray_serve`).
+Ray Serve makes it, asks for its health and replaces it (`ssd.server.replicas.ray_serve`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from starlette.types import Message, Scope
 from ssd.config import EngineConfig
 from ssd.errors import EngineFailed
 from ssd.llm import LLM
-from ssd.server import memory
 from ssd.server.app import create_app
 from ssd.server.generation import ServerState
+from ssd.server.http import memory
 from ssd.server.options import ServerOptions
-from ssd.server.playground import state_of
-from ssd.server.prefixes import Route
+from ssd.server.playground.endpoints import state_of
+from ssd.server.replicas.prefixes import Route
 
 FAILED: Final = "ssd.engine_failed"  # type of a message that is not ASGI's: the request can be sent to another replica
 HEALTH_CHECK_SECONDS: Final = memory.SECONDS

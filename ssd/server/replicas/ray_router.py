@@ -1,10 +1,10 @@
-"""Ray Serve's request router, by prompt prefixes (`ssd.server.prefixes`). Imported by Ray only."""
+"""Ray Serve's request router, by prompt prefixes (`ssd.server.replicas.prefixes`). Imported by Ray only."""
 
 from __future__ import annotations
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from ssd.server import prefixes
+from ssd.server.replicas import prefixes
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]

@@ -16,10 +16,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ssd.server.bodies import LARGE
 from ssd.server.errors import GONE, ApiError
+from ssd.server.http.bodies import LARGE
 from ssd.server.options import ServerOptions, is_loopback
-from ssd.server.playground import PAGE
+from ssd.server.playground.endpoints import PAGE
 
 access_log = logging.getLogger("ssd.access")
 _PROBES: Final = frozenset({"/health", "/health/ready"})  # served under any host name

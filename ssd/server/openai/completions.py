@@ -17,9 +17,9 @@ from fastapi.responses import Response
 from ssd.core import Delta, RequestOutput, Sample, TokenLogprobs
 from ssd.errors import RequestFailed
 from ssd.server.answers import STREAMED, CompletionLogprobs, check_common, event_stream, usage, worth_sending
-from ssd.server.bodies import JsonRoute, on_thread
 from ssd.server.errors import AsciiJSON, renaming, unsupported
 from ssd.server.generation import Generation, ServerState, start
+from ssd.server.http.bodies import JsonRoute, on_thread
 from ssd.server.protocol import CompletionRequest
 
 router = APIRouter(route_class=JsonRoute)

@@ -10,12 +10,12 @@ from fastapi.responses import Response
 
 from ssd.server import parameters
 from ssd.server.answers import STREAMED
-from ssd.server.bodies import JsonRoute, on_thread
-from ssd.server.chat import prompt_tokens, respond, start_chat
+from ssd.server.anthropic.message_events import AnthropicMessageWriter
 from ssd.server.chat_messages import effort_options
 from ssd.server.errors import MESSAGES_ERROR_RESPONSES, invalid, renaming, unsupported
 from ssd.server.generation import ServerState
-from ssd.server.message_events import AnthropicMessageWriter
+from ssd.server.http.bodies import JsonRoute, on_thread
+from ssd.server.openai.chat import prompt_tokens, respond, start_chat
 from ssd.server.parameters import check_fields
 from ssd.server.protocol import ChatRequest, Json, Jsons, PublishedRequest, SamplingRequest, Stops
 

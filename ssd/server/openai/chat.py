@@ -14,11 +14,11 @@ from ssd.core import Delta, RequestOutput, Sample, SamplingParams
 from ssd.errors import RequestError
 from ssd.llm import LLM, Prompt
 from ssd.server.answers import STREAMED, chat_logprobs, check_common, event_stream, usage, worth_sending
-from ssd.server.bodies import JsonRoute, on_thread
 from ssd.server.chat_messages import effort_options, message_delta, message_fields, template_message
 from ssd.server.errors import ApiError, AsciiJSON, api_error, invalid, renaming
 from ssd.server.generation import Generation, ServerState, start
 from ssd.server.harmony_answers import in_harmony
+from ssd.server.http.bodies import JsonRoute, on_thread
 from ssd.server.protocol import ChatRequest
 from ssd.server.tool_prompt import as_text
 from ssd.server.tool_use import ToolUse, message_format, read_tools, special_tags

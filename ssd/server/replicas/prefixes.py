@@ -13,8 +13,8 @@ from itertools import accumulate, count
 from threading import Lock
 from typing import Final, NamedTuple
 
-from ssd.server.bodies import read_json
 from ssd.server.errors import ApiError
+from ssd.server.http.bodies import read_json
 
 _CHUNK: Final = 64  # characters: some 16 tokens, a KV block on a CPU
 _MOST_CHUNKS: Final = 512  # chunks of a prompt that are compared

@@ -23,12 +23,13 @@ from prometheus_client.registry import Collector
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
-from ssd.server import errors, middleware
+from ssd.server import errors
 from ssd.server.admission import RETRY_AFTER, Admission
 from ssd.server.answers import last_events
 from ssd.server.app import PATHS
 from ssd.server.errors import ApiError
 from ssd.server.generation import NO_RETRY, TIMED_OUT
+from ssd.server.http import middleware
 from ssd.server.metrics import HttpRequests, exposition
 from ssd.server.options import ServerOptions
 
