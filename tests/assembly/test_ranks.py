@@ -252,7 +252,7 @@ def test_ranks_agree_on_the_least_number_of_kv_blocks() -> None:
 
 
 def test_what_cannot_be_split_is_refused_at_once(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ssd.assembly.Ranks", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr("ssd.assembly.build.Ranks", lambda *_: pytest.fail("a process was started"))
     with pytest.raises(ConfigError, match="tensor_parallel_size=4 cannot split a model with num_heads=6"):
         LLM(models.target, device="cpu", tensor_parallel_size=4)
     with pytest.raises(ConfigError, match="tensor_parallel_size=0: must be an integer of at least 1"):

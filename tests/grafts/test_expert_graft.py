@@ -15,8 +15,6 @@ import torch
 import transformers
 from conftest import TestModel, mostly_slow, ragged_prompts
 from experts import graft_routing
-from test_parity import engine_logits
-from test_tensor_parallel import logits_of
 
 from ssd import LLM, ConfigError, SamplingParams
 from ssd.assembly.memory import weight_bytes
@@ -33,6 +31,8 @@ from ssd.layers.spec import ExpertsSpec
 from ssd.models.config import DecoderConfig, equal_layers
 from ssd.models.decoder import Decoder
 from ssd.models.families import gpt_oss
+from tests.models.test_parity import engine_logits
+from tests.models.test_tensor_parallel import logits_of
 
 CPU = torch.device("cpu")
 TOKENS = list(range(0, 320, 7))
