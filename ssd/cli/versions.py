@@ -18,12 +18,12 @@ def report() -> dict[str, str]:
 
     from ssd.execution.threads import num_cores
     from ssd.kernels.cpu import library
-    from ssd.kernels.cpu.kernels import BuildError
+    from ssd.kernels.cpu.build import BuildError, find_compiler
 
     packages = [f"{name} {_version(name)}" for name in _PACKAGES]
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     try:
-        variant, compiler = library.build().variant, library.find_compiler()
+        variant, compiler = library.build().variant, find_compiler()
         kernels = f"{variant}, compiled with {' '.join(compiler)}" if compiler else f"{variant}, those of the package"
     except (BuildError, OSError) as error:
         kernels = f"plain torch, which is not exact: {error}"

@@ -65,8 +65,8 @@ def test_the_version_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch
     said = CliRunner().invoke(app, ["version"]).stdout
     for part in (f"ssd: {VERSION}\n", "Python: 3.", "torch 2.", " cores\n", ", compiled with ", "GPUs: "):
         assert part in said
-    monkeypatch.setattr("ssd.kernels.cpu.library.find_compiler", lambda: None)
-    monkeypatch.setattr("ssd.kernels.cpu.library.FOLDER", tmp_path)  # no kernels of the package beside it
+    monkeypatch.setattr("ssd.kernels.cpu.build.find_compiler", lambda: None)
+    monkeypatch.setattr("ssd.kernels.cpu.build.FOLDER", tmp_path)  # no kernels of the package beside it
     said = CliRunner().invoke(app, ["version"]).stdout
     assert "CPU kernels: plain torch, which is not exact: no C compiler found, and the package was" in said
 

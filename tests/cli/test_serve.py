@@ -18,7 +18,7 @@ from ssd.assembly.models import _reported
 from ssd.cli import console, serve
 from ssd.cli.main import app
 from ssd.config import EngineConfig
-from ssd.kernels.cpu import library, variants
+from ssd.kernels.cpu import build, library, variants
 from ssd.kernels.cpu.kernels import Kernels
 
 loading = logging.getLogger("ssd.loading")
@@ -70,7 +70,7 @@ def test_every_command_says_that_kernels_are_compiled_before_the_wait(
 
     def load() -> Kernels | None:
         if not said:
-            library._compile(["cc"], variants.usable()[0])
+            build._compile(["cc"], variants.usable()[0])
         return kernels
 
     def compiler(words: list[str]) -> None:
@@ -78,7 +78,7 @@ def test_every_command_says_that_kernels_are_compiled_before_the_wait(
         Path(words[words.index("-o") + 1]).touch()
 
     monkeypatch.setattr(library, "load", load)
-    monkeypatch.setattr(library, "_run", compiler)
+    monkeypatch.setattr(build, "_run", compiler)
     monkeypatch.setattr(serve, "_listen", lambda *_: [])
     monkeypatch.setattr(serve, "_run", lambda *_: None)
     ended = CliRunner().invoke(app, [command, *COMMANDS[command], "--device", "cpu"], input="hi\n")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ssd.kernels import cache
-from ssd.kernels.cpu import library, variants
+from ssd.kernels.cpu import build, library, variants
 
 CONTENTS = b"\x7fELF" + bytes(range(256)) * 64
 
@@ -65,12 +65,12 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setattr(cache, "_process_directory", functools.cache(cache._process_directory.__wrapped__))
-    monkeypatch.setattr(library, "_run", lambda command: Path(command[command.index("-o") + 1]).write_bytes(CONTENTS))
+    monkeypatch.setattr(build, "_run", lambda command: Path(command[command.index("-o") + 1]).write_bytes(CONTENTS))
     return tmp_path / "ssd"
 
 
 def compiled() -> Path:
-    return library._compiled([sys.executable], variants.Variant("any"))
+    return build._compiled([sys.executable], variants.Variant("any"))
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
@@ -83,10 +83,10 @@ def test_compiling_is_announced_before_it_begins(
 ) -> None:
     """Catches half a minute in which nothing is said: a warning is shown to whoever has not set up logging, too."""
     said: list[tuple[str, ...]] = []
-    run = library._run
-    monkeypatch.setattr(library, "_run", lambda command: (said.append(tuple(caplog.messages)), run(command)))
+    run = build._run
+    monkeypatch.setattr(build, "_run", lambda command: (said.append(tuple(caplog.messages)), run(command)))
     for _ in range(2):
-        library._compiled([sys.executable], variants.Variant("avx2"))
+        build._compiled([sys.executable], variants.Variant("avx2"))
     assert said == [("compiling CPU kernels (avx2), once for this machine: takes about half a minute",)]
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
@@ -167,10 +167,10 @@ def test_a_disk_that_is_full_in_the_middle_of_a_file(
 
 def start(tmp_path: Path, *before: str) -> str:
     """What a process logs that loads the kernels, with a "compiler" that copies a library; `before`: its command."""
-    compiler = library.find_compiler()
+    compiler = build.find_compiler()
     if compiler is None or library.load() is None:
         pytest.skip("no C compiler")
-    compiled = library._compiled(compiler, variants.usable()[0])
+    compiled = build._compiled(compiler, variants.usable()[0])
     copies = tmp_path / "copies"
     if not copies.exists():  # a compiler that was changed is another one
         copies.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nexec cp {compiled} "$2"\n')

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from conftest import mostly_slow
 from torch import Tensor
 
-from ssd.kernels.cpu import library, variants
+from ssd.kernels.cpu import build, library, variants
 from ssd.kernels.cpu.kernels import Kernels, PackedWeight
 from ssd.kernels.cpu.threads import use_threads
 from ssd.kernels.ops import UNSCALED, KVScales
@@ -557,12 +558,12 @@ def test_without_a_compiler_the_kernels_of_the_package_are_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Catches a wheel whose kernels are never loaded, and that fewer of them than this processor could use stop it."""
-    compiler, slowest = library.find_compiler(), variants.usable()[-1]
+    compiler, slowest = build.find_compiler(), variants.usable()[-1]
     if compiler is None:
         pytest.skip("no C compiler")
-    (tmp_path / f"{slowest.library}.abi3.so").write_bytes(library._compile(compiler, slowest))
-    monkeypatch.setattr(library, "FOLDER", tmp_path)
-    monkeypatch.setattr(library, "find_compiler", lambda: None)
+    (tmp_path / f"{slowest.library}.abi3.so").write_bytes(build._compile(compiler, slowest))
+    monkeypatch.setattr(build, "FOLDER", tmp_path)
+    monkeypatch.setattr(build, "find_compiler", lambda: None)
     found = library.build()
     assert found.variant == slowest.name
     packed, x = found.pack_linear(torch.randn(70, 96)), torch.randn(9, 96)
@@ -589,26 +590,32 @@ def test_a_processor_gets_no_instructions_that_it_does_not_have(
 
 def test_a_variant_that_this_processor_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSD_CPU_VARIANT", "altivec")
-    with pytest.raises(library.BuildError, match=f"'altivec'.*{variants.usable()[-1].name}"):
+    with pytest.raises(build.BuildError, match=f"'altivec'.*{variants.usable()[-1].name}"):
         library.build()
 
 
 def test_a_change_of_any_source_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Catches a header that the key of the cache leaves out, and one that nothing includes."""
-    shutil.copytree(library.SOURCE.parent, tmp_path / "csrc")
-    monkeypatch.setattr(library, "SOURCE", tmp_path / "csrc" / "ssd.c")
-    included = re.findall(r'#include "(.+)"', library.SOURCE.read_text())
-    assert {*included, "ssd.c"} == {file.name for file in library.SOURCE.parent.iterdir()}
-    keys = [library._key([sys.executable], variants.PLAIN)]
+    shutil.copytree(build.SOURCE.parent, tmp_path / "csrc")
+    monkeypatch.setattr(build, "SOURCE", tmp_path / "csrc" / "ssd.c")
+    included = re.findall(r'#include "(.+)"', build.SOURCE.read_text())
+    assert {*included, "ssd.c"} == {file.name for file in build.SOURCE.parent.iterdir()}
+    keys = [build._key([sys.executable], variants.PLAIN)]
     for name in included:
-        (library.SOURCE.parent / name).write_text("/* another */")
-        keys.append(library._key([sys.executable], variants.PLAIN))
+        (build.SOURCE.parent / name).write_text("/* another */")
+        keys.append(build._key([sys.executable], variants.PLAIN))
     assert len(set(keys)) == len(keys)
 
 
+def test_compiling_needs_no_package() -> None:
+    """`make` compiles while it installs packages."""
+    code = "import sys, ssd.kernels.cpu.build; assert not {'numpy', 'torch'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    monkeypatch.setattr(library, "find_compiler", lambda: None)
-    monkeypatch.setattr(library, "FOLDER", tmp_path)  # no kernels of the package beside it
+    monkeypatch.setattr(build, "find_compiler", lambda: None)
+    monkeypatch.setattr(build, "FOLDER", tmp_path)  # no kernels of the package beside it
     with caplog.at_level(logging.WARNING, logger="ssd"):
         assert library.load.__wrapped__() is None
     assert len(caplog.records) == 1
@@ -627,12 +634,12 @@ def test_broken_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
 def test_find_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    assert library.find_compiler() is None
+    assert build.find_compiler() is None
     fake = tmp_path / "mycc"
     fake.write_text("#!/bin/sh\n")
     fake.chmod(0o755)
     monkeypatch.setenv("CC", "mycc -m64")
-    assert library.find_compiler() == [str(fake), "-m64"]
+    assert build.find_compiler() == [str(fake), "-m64"]
 
 
 def test_wrong_dtypes_are_refused_instead_of_read_as_bytes(kernels: Kernels) -> None:

@@ -18,7 +18,7 @@ from gguf_files import SIZES, random_blocks
 from stored_codes import CODES, some_codes
 
 from ssd.kernels import cache
-from ssd.kernels.cpu import library, variants
+from ssd.kernels.cpu import build, library, variants
 from ssd.kernels.cpu.kernels import Kernels
 from ssd.kernels.cpu.recording import Recordings
 from ssd.kernels.cpu.threads import use_threads
@@ -52,12 +52,12 @@ def other(request: pytest.FixtureRequest, native: Kernels) -> Kernels:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SSD_CPU_VARIANT", name)
             return library.build()
-    compiler, key = library.find_compiler() or [], hashlib.sha256()
-    for file in (*sorted(library.SOURCE.parent.iterdir()), *sorted(EMULATED.iterdir())):
+    compiler, key = build.find_compiler() or [], hashlib.sha256()
+    for file in (*sorted(build.SOURCE.parent.iterdir()), *sorted(EMULATED.iterdir())):
         key.update(file.read_bytes())
     emulated = Variant(name, flags=("-O1", f"-I{EMULATED}", *(f"-D{macro}" for macro in MACROS[name])))
     stem = f"emulated-{name}-{key.hexdigest()[:20]}"
-    path = cache.compiled(stem, ".so", lambda: library._compile(compiler, emulated))
+    path = cache.compiled(stem, ".so", lambda: build._compile(compiler, emulated))
     return Kernels(ctypes.CDLL(str(path)), name)
 
 
