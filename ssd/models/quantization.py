@@ -13,10 +13,12 @@ from typing import Any, Final, cast
 
 from ssd.errors import UnsupportedModel
 from ssd.layers.formats import DENSE, FormatOf, WeightFormat, dense
+from ssd.layers.formats.awq import AWQ
 from ssd.layers.formats.coded import Activations
+from ssd.layers.formats.compressed_tensors import PackedRows
+from ssd.layers.formats.fp8 import Unpacked
+from ssd.layers.formats.gptq import GPTQ
 from ssd.layers.formats.mxfp4 import GROUP, MXFP4
-from ssd.layers.formats.packed import AWQ, GPTQ, PackedRows
-from ssd.layers.formats.unpacked import Unpacked
 from ssd.models.fields import FLAG, LIST, OBJECT, TEXT, Field, check_field, check_fields, shown
 from ssd.models.patterns import KNOWN, Pattern
 

@@ -7,7 +7,8 @@ import torch
 
 from ssd.kernels.reference import ReferenceOps
 from ssd.layers.formats.coded import Activations
-from ssd.layers.formats.packed import GPTQ, PackedRows
+from ssd.layers.formats.compressed_tensors import PackedRows
+from ssd.layers.formats.gptq import GPTQ
 from ssd.layers.linear import ColumnLinear
 from ssd.layers.norm import RMSNorm
 from ssd.layers.parameter import Build

@@ -1,8 +1,7 @@
-"""Integers of 4 or 8 bits, packed in words of 32: compressed-tensors, GPTQ and AWQ, which differ in layout only."""
+"""Integers of 4 or 8 bits, packed in words of 32: what compressed-tensors, GPTQ and AWQ share; they differ in layout."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -14,7 +13,6 @@ from ssd.layers.formats import FLOATS, Use
 from ssd.layers.formats.coded import Activations, Coded, codes_of, cut
 
 _INDEX: Final = ("g_idx", "weight_g_idx", "weight_shape")
-_AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)  # where the next integer of a word is, from its lowest bits
 
 
 @dataclass(frozen=True)
@@ -74,111 +72,11 @@ class Packed(Coded):
         return rows * (depth * bits_of(self.name) // 8 + 4 * numbers * self.groups(depth))
 
 
-@dataclass(frozen=True)
-class PackedRows(Packed):
-    """compressed-tensors `pack-quantized`: words along the inputs."""
-
-    def shapes(self, rows: int, depth: int) -> dict[str, tuple[int, ...]]:
-        groups = self.groups(depth)
-        shapes: dict[str, tuple[int, ...]] = {
-            "weight_packed": (rows, self.words(depth)),
-            "weight_scale": (rows, groups),
-        }
-        if "weight_zero_point" in self.names:
-            shapes["weight_zero_point"] = (self.words(rows), groups)
-        if "weight_shape" in self.names:
-            shapes["weight_shape"] = (2,)
-        if "weight_g_idx" in self.names:
-            shapes["weight_g_idx"] = (depth,)
-        if self.activations is not None and self.activations.static:
-            shapes["input_scale"] = (1,)
-        return shapes
-
-    def share(self, tensor: str, rows: slice, columns: slice) -> tuple[slice, ...]:
-        if tensor == "weight_packed":
-            return rows, self.cut_words(columns)
-        if tensor == "weight_scale":
-            return rows, self.cut_groups(columns)
-        if tensor == "weight_zero_point":
-            return self.cut_words(rows), self.cut_groups(columns)
-        return ()
-
-    def order(self, stored: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        depth = stored["weight_packed"].shape[1] * self.per_word
-        return _order(stored.get("weight_g_idx"), depth, self.group, "weight_g_idx")
-
-    def codes(self, stored: Mapping[str, torch.Tensor]) -> Codes:
-        values, zeros = self.unpacked(stored["weight_packed"]), stored.get("weight_zero_point")
-        _check_shape(stored.get("weight_shape"), values)
-        zeros = None if zeros is None else self.unpacked(zeros.t()).t()
-        return self.codes_from(_in_order(values, self.order(stored)), stored["weight_scale"], zeros)
-
-
-@dataclass(frozen=True)
-class GPTQ(Packed):
-    """Words along the inputs, of transposed weights. Zero points are stored minus `zero_bias`."""
-
-    zero_bias: int = 1
-
-    def shapes(self, rows: int, depth: int) -> dict[str, tuple[int, ...]]:
-        groups = self.groups(depth)
-        shapes: dict[str, tuple[int, ...]] = {
-            "qweight": (self.words(depth), rows),
-            "qzeros": (groups, self.words(rows)),
-            "scales": (groups, rows),
-        }
-        return shapes | ({"g_idx": (depth,)} if "g_idx" in self.names else {})
-
-    def share(self, tensor: str, rows: slice, columns: slice) -> tuple[slice, ...]:
-        if tensor == "qweight":
-            return self.cut_words(columns), rows
-        if tensor == "g_idx":
-            return ()
-        return self.cut_groups(columns), rows if tensor == "scales" else self.cut_words(rows)
-
-    def order(self, stored: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        return _order(stored.get("g_idx"), len(stored["qweight"]) * self.per_word, self.group, "g_idx")
-
-    def codes(self, stored: Mapping[str, torch.Tensor]) -> Codes:
-        values = self.unpacked(stored["qweight"].t())
-        zeros = self.unpacked(stored["qzeros"]).t().short() + self.zero_bias
-        return self.codes_from(_in_order(values, self.order(stored)), stored["scales"].t(), zeros)
-
-
-@dataclass(frozen=True)
-class AWQ(Packed):
-    """Words along the outputs, of transposed weights, in an order of their own (`version: gemm`)."""
-
-    def shapes(self, rows: int, depth: int) -> dict[str, tuple[int, ...]]:
-        groups = self.groups(depth)
-        return {"qweight": (depth, self.words(rows)), "qzeros": (groups, self.words(rows)), "scales": (groups, rows)}
-
-    def share(self, tensor: str, rows: slice, columns: slice) -> tuple[slice, ...]:
-        inputs = columns if tensor == "qweight" else self.cut_groups(columns)
-        return inputs, rows if tensor == "scales" else self.cut_words(rows)
-
-    def codes(self, stored: Mapping[str, torch.Tensor]) -> Codes:
-        values, zeros = (self._transposed(stored[name]) for name in ("qweight", "qzeros"))
-        return self.codes_from(values, stored["scales"].t(), zeros)
-
-    def _transposed(self, words: torch.Tensor) -> torch.Tensor:
-        integers = self.unpacked(words).view(len(words), -1, len(_AWQ_ORDER))
-        return integers[:, :, _AWQ_ORDER].flatten(1).t()
-
-
-def _check_shape(stated: torch.Tensor | None, values: torch.Tensor) -> None:
-    """Of the whole layer, of which a rank has a part."""
-    if stated is None:
-        return
-    if any(size < part or size % part for size, part in zip(stated.tolist(), values.shape, strict=True)):
-        raise UnsupportedModel(f"weight_shape is {stated.tolist()}, but {list(values.shape)} weights are stored")
-
-
-def _in_order(values: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+def in_order(values: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
     return values if order is None else values[:, order]
 
 
-def _order(groups: torch.Tensor | None, depth: int, size: int | None, name: str) -> torch.Tensor | None:
+def act_order(groups: torch.Tensor | None, depth: int, size: int | None, name: str) -> torch.Tensor | None:
     """The inputs, sorted by group, of a weight whose groups are no neighbours (GPTQ's act-order); None if they are.
 
     `groups`: the group of each input of the whole layer, which may have more inputs than this rank (`depth`).

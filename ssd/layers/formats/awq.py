@@ -1,0 +1,35 @@
+"""AWQ, in 4 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from ssd.kernels.quantized import Codes
+from ssd.layers.formats.packed import Packed
+
+_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)  # where the next integer of a word is, from its lowest bits
+
+
+@dataclass(frozen=True)
+class AWQ(Packed):
+    """Words along the outputs, of transposed weights, in an order of their own (`version: gemm`)."""
+
+    def shapes(self, rows: int, depth: int) -> dict[str, tuple[int, ...]]:
+        groups = self.groups(depth)
+        return {"qweight": (depth, self.words(rows)), "qzeros": (groups, self.words(rows)), "scales": (groups, rows)}
+
+    def share(self, tensor: str, rows: slice, columns: slice) -> tuple[slice, ...]:
+        inputs = columns if tensor == "qweight" else self.cut_groups(columns)
+        return inputs, rows if tensor == "scales" else self.cut_words(rows)
+
+    def codes(self, stored: Mapping[str, torch.Tensor]) -> Codes:
+        values, zeros = (self._transposed(stored[name]) for name in ("qweight", "qzeros"))
+        return self.codes_from(values, stored["scales"].t(), zeros)
+
+    def _transposed(self, words: torch.Tensor) -> torch.Tensor:
+        integers = self.unpacked(words).view(len(words), -1, len(_ORDER))
+        return integers[:, :, _ORDER].flatten(1).t()
