@@ -1,4 +1,4 @@
-"""Integers of 4 or 8 bits, packed in words of 32: what compressed-tensors, GPTQ and AWQ share; they differ in layout."""
+"""Integers of 4 or 8 bits in words of 32: what compressed-tensors, GPTQ and AWQ share. They differ in layout."""
 
 from __future__ import annotations
 
