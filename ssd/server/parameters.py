@@ -72,6 +72,7 @@ RESPONSES: Final[Table] = {
     "truncation": only("disabled"),
 }
 MESSAGES: Final[Table] = {
+    "billing_policy": HINT,
     "cache_control": HINT,
     "compaction": REFUSED,
     "container": REFUSED,

@@ -91,6 +91,7 @@ def test_torchs_defaults_change_no_rotation(default: torch.dtype | str) -> None:
     assert all(torch.equal(table, wanted) for table, wanted in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_torchs_defaults_change_no_rejection(make_model: Callable[[str], TestModel]) -> None:
     path = make_model("llama-tied").path
     speculation = {"mode": "sd", "draft": make_model("qwen3").path, "k": 3, "acceptance": "rejection"}

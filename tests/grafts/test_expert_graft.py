@@ -65,7 +65,7 @@ def llama(make_model: Callable[[str], TestModel], monkeypatch: pytest.MonkeyPatc
     ("base", "name"),
     mostly_slow(
         [("model", "whole"), ("model", "in-parts"), ("llama", "gpt-oss")],
-        fast={("model", "in-parts"), ("llama", "gpt-oss")},
+        fast={("llama", "gpt-oss")},
     ),
 )
 def test_the_same_function(base: str, name: str, request: pytest.FixtureRequest) -> None:

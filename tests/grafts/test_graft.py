@@ -210,7 +210,9 @@ def test_the_first_dimensions_of_larger_heads_turn_alike(rope: RopeConfig, ratio
 # --- rounded ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("form", "dtype"), [("fp8", "bfloat16"), ("int8", "float32")])
+@pytest.mark.parametrize(
+    ("form", "dtype"), mostly_slow([("fp8", "bfloat16"), ("int8", "float32")], fast={("fp8", "bfloat16")})
+)
 def test_a_rounded_graft_writes_the_text_of_its_rounded_base(
     form: str, dtype: str, make_base: Callable[..., Path], base_answers: Callable[[str, str], Answers]
 ) -> None:

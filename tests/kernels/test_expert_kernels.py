@@ -201,8 +201,7 @@ def test_products_and_their_weighted_sums(kind: str, code: CodeType | None, glu:
             ("c", None),
             ("c", "fp8"),
             ("c", "int4"),
-            *([("triton", None), ("triton", "fp8")] if CUDA else []),
-            ("triton", "int4"),
+            *([("triton", None), ("triton", "fp8"), ("triton", "int4")] if CUDA else []),
         ],
     ),
 )

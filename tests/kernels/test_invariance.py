@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from conftest import TestModel, ragged_prompts
+from conftest import TestModel, mostly_slow, ragged_prompts
 from fakes import wait_until_idle
 
 from ssd import LLM, SamplingParams
@@ -80,7 +80,7 @@ def test_prefix_cache_cold_and_warm(model: str, expected: list[list[int]]) -> No
 
 @pytest.mark.parametrize(
     ("tokens", "seqs"),
-    [(3, 2), (33, 32), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 1), (8, 8), (64, 5)])],
+    mostly_slow([(1, 1), (3, 2), (8, 8), (33, 32), (64, 5)], fast={(33, 32)}),
 )
 def test_any_chunk_size(model: str, expected: list[list[int]], tokens: int, seqs: int) -> None:
     with LLM(model, device="cpu", max_num_batched_tokens=tokens, max_num_seqs=seqs) as llm:

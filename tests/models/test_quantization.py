@@ -80,7 +80,7 @@ PROMPTS = ragged_prompts(6, longest=40)
 PARAMS = [
     SamplingParams(temperature=float(i % 2), seed=i, max_new_tokens=16, ignore_eos=True) for i in range(len(PROMPTS))
 ]
-QUICK = {("awq", "bfloat16"), ("fp8-block", "bfloat16"), ("ct-w8a8", "bfloat16")}
+QUICK = {("awq", "bfloat16"), ("fp8-block", "bfloat16")}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import mostly_slow
 
 pytest.importorskip("fastapi", reason="needs the extras serve and dev")
 
@@ -85,7 +86,7 @@ def test_strict_calls(name: str) -> None:
         assert follows(tokenizer, use, f"<think>\nHm.\n</think>\n\nI look.\n{call}\n{call}")
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", mostly_slow([False, True], fast={True}))
 def test_an_agent_with_a_structured_answer_can_still_call(strict: bool) -> None:
     """Catches a schema of the answer that forbids calls, and strict tools that are refused beside one."""
     tokenizer = load_tokenizer(Path(ssd.__file__).parent / "bundle" / "tiny-qwen3")

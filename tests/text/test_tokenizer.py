@@ -164,7 +164,8 @@ def test_a_broken_tokenizer_file_is_named(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("add_special_tokens", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("add_special_tokens", [True, False])
 def test_long_texts_are_encoded_as_short_ones_are(spm: Tokenizer, add_special_tokens: bool) -> None:
     """Catches another path for long texts that gives other tokens, or that keeps other threads from running."""
     text, ticks = " ".join(TEXTS) * 4000, []
