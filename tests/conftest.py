@@ -47,7 +47,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a 
 # Test machines are shared: a slow example is no failure. The same examples in every run, so that a change is judged by
 # itself; `--hypothesis-profile=search` (part of `make test-all`) tries new ones.
 hypothesis.settings.register_profile("search", deadline=None, max_examples=200)
-hypothesis.settings.register_profile("same", deadline=None, max_examples=20, derandomize=True)
+hypothesis.settings.register_profile("same", deadline=None, max_examples=12, derandomize=True)
 hypothesis.settings.load_profile("same")
 
 VOCAB = 320
