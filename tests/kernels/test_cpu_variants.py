@@ -52,11 +52,10 @@ def other(request: pytest.FixtureRequest, native: Kernels) -> Kernels:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SSD_CPU_VARIANT", name)
             return library.build()
-    compiler, key = build.find_compiler() or [], hashlib.sha256()
-    for file in (*sorted(build.SOURCE.parent.iterdir()), *sorted(EMULATED.iterdir())):
-        key.update(file.read_bytes())
+    compiler = build.find_compiler() or []
     emulated = Variant(name, flags=("-O1", f"-I{EMULATED}", *(f"-D{macro}" for macro in MACROS[name])))
-    stem = f"emulated-{name}-{key.hexdigest()[:20]}"
+    intrinsics = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(EMULATED.iterdir())))
+    stem = f"emulated-{build._key(compiler, emulated)}-{intrinsics.hexdigest()[:20]}"
     path = cache.compiled(stem, ".so", lambda: build._compile(compiler, emulated))
     return Kernels(ctypes.CDLL(str(path)), name)
 
@@ -158,9 +157,7 @@ def test_attention_of_every_variant(other: Kernels, heads: int, kv_heads: int, d
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1.0, 2.0**-126])  # of values: sums of the latter are flushed to zeros of both signs
 @pytest.mark.parametrize(("block_size", "depth"), [(16, 2), (16, 40), (8, 5)])
-def test_attention_has_the_same_bits_in_any_company(
-    other: Kernels, block_size: int, depth: int, size: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_has_the_same_bits_in_any_company(other: Kernels, block_size: int, depth: int, size: float) -> None:
     """Queries few and many, of several sequences and branches, by one thread and several. Unused slots hold NaN."""
     torch.manual_seed(0)
     heads, kv_heads, d, lengths, forks = 6, 2, 64, (200, 48, 90), 21
@@ -193,10 +190,10 @@ def test_attention_has_the_same_bits_in_any_company(
         together = [(0, 0, 30), (1, 0, 30), (2, 0, 30)]
         whole = attend(together, branches).reshape(3, 30, heads, d)
         for threads in (1, 2, 5, 16):  # which share a task if there are few
-            monkeypatch.setattr(library, "num_threads", lambda threads=threads: threads)
-            assert torch.equal(attend(together, branches).reshape(whole.shape), whole), threads
-            for begin, end in ((29, 30), (2, 9)):
-                assert torch.equal(attend([(0, begin, end)], branches), whole[0, begin:end]), (threads, begin)
+            with use_threads(threads):
+                assert torch.equal(attend(together, branches).reshape(whole.shape), whole), threads
+                for begin, end in ((29, 30), (2, 9)):
+                    assert torch.equal(attend([(0, begin, end)], branches), whole[0, begin:end]), (threads, begin)
         for seq in range(3):
             for begin, end in (*((row, row + 1) for row in range(30)), (4, 6), (1, 4), (9, 14), (13, 30)):
                 assert torch.equal(attend([(seq, begin, end)], branches), whole[seq, begin:end]), (seq, begin, end)

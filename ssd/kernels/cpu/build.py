@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from ssd.kernels import cache
@@ -97,13 +98,9 @@ def _run(command: list[str]) -> None:
 
 
 def main() -> None:
-    """Compiles the best variant. What cannot be compiled is left to the first use, which says why."""
-    for variant in candidates():
-        try:
-            library_of(variant)
-            return
-        except (BuildError, OSError, subprocess.SubprocessError) as error:
-            logging.getLogger("ssd").debug("CPU kernels: %s failed: %s", variant.name, error)
+    """Compiles the best variant. If that fails, the first use tries the others, and says why none can be compiled."""
+    with suppress(BuildError, OSError, subprocess.SubprocessError):
+        library_of(candidates()[0])
 
 
 if __name__ == "__main__":
