@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ssd.kernels.ops import DeviceBatch, HeadShape
-from ssd.kernels.triton_ops import TritonOps
+from ssd.kernels.triton.ops import TritonOps
 
 BLOCK_SIZE = 64
 _BYTES = 400 << 20  # of KV, larger than the cache

@@ -7,9 +7,9 @@
 
 A step is one forward pass as a CUDA graph, without sampling, with random weights, at a context of 512 tokens. On a CPU
 it is what the engine repeats from its recordings; `sampled`: with the choice of the next token of each row, at T = 1.
-`kernels`: one kernel per operation. `one kernel`: `ssd.kernels.persistent`. The floor is the weights' bytes over the
-bandwidth of a large copy. A head reads hidden states beside the tokens; `fc`, which makes them of the target's, is a
-part of the target's forward pass.
+`kernels`: one kernel per operation. `one kernel`: `ssd.kernels.cuda.persistent`. The floor is the weights' bytes over
+the bandwidth of a large copy. A head reads hidden states beside the tokens; `fc`, which makes them of the target's, is
+a part of the target's forward pass.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from ssd.core import SamplingParams
 from ssd.execution.graphs import capture
 from ssd.grafts.graft import fill_random
 from ssd.grafts.shapes import SHAPES
+from ssd.kernels.codes import Format
 from ssd.kernels.cpu.threads import set_threads
 from ssd.kernels.device import kernels
 from ssd.kernels.ops import Branches, DeviceBatch
-from ssd.kernels.quantized import Format
 from ssd.layers.formats.rounded import rounded
 from ssd.layers.parameter import Build
 from ssd.models.decoder import Decoder, KVCache

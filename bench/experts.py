@@ -29,9 +29,9 @@ from linear import host_bandwidth, seconds
 from ssd.assembly.open import open_checkpoint
 from ssd.grafts.expert_graft import CODE, add_codes
 from ssd.grafts.graft import GraftCheckpoint, held_mlp, seeded
+from ssd.kernels.codes import Format
 from ssd.kernels.device import kernels
 from ssd.kernels.ops import GLU, SWIGLU, Ops, Routing
-from ssd.kernels.quantized import Format
 from ssd.layers.formats import DENSE, Use, WeightFormat
 from ssd.layers.formats.mxfp4 import GROUP, MXFP4
 from ssd.layers.formats.rounded import Rounded

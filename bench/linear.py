@@ -25,9 +25,9 @@ import torch
 from decode import copy_bandwidth, device_seconds
 
 from ssd.grafts.shapes import SHAPES
+from ssd.kernels.codes import Format
 from ssd.kernels.device import kernels
 from ssd.kernels.ops import Ops
-from ssd.kernels.quantized import Format
 from ssd.layers.formats import DENSE, Use
 from ssd.layers.formats.rounded import Rounded
 from ssd.models.config import DecoderConfig
@@ -103,7 +103,7 @@ def own(ops: Ops, device: torch.device, *, gated: bool) -> Product:
     """Our kernel."""
     if device.type == "cpu":
         return ops.gated_linear if gated else ops.linear
-    from ssd.kernels import linear
+    from ssd.kernels.triton import linear
 
     return functools.partial(linear.linear, gated=gated)
 
@@ -112,7 +112,7 @@ def used_kernel(x: torch.Tensor, weight: Any, *, gated: bool) -> str:
     """Whose kernel the engine uses."""
     if not x.is_cuda:
         return "ours"
-    from ssd.kernels import cublaslt
+    from ssd.kernels.cuda import cublaslt
 
     library = cublaslt.load()
     return "ours" if library is None or library.linear(x, weight, x.dtype, gated=gated) is None else "library"

@@ -1,4 +1,4 @@
-"""`ssd.kernels.draft_table` in numpy: what its kernels must compute, and their stand-in on a CPU."""
+"""`ssd.kernels.triton.draft_table` in numpy: what its kernels must compute, and their stand-in on a CPU."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ssd.kernels.quantized import Codes, CodeType, bits_of
+from ssd.kernels.codes import Codes, CodeType, bits_of
 
 
 def some_codes(kind: CodeType, rows: int, depth: int, group: int, *, offsets: bool, device: torch.device) -> Codes:

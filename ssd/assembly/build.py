@@ -30,7 +30,7 @@ from ssd.errors import ConfigError, EngineFailed
 from ssd.execution.features import Features
 from ssd.execution.runner import ModelRunner
 from ssd.execution.target import Target
-from ssd.kernels import compiling
+from ssd.kernels.triton import compile as compiling
 from ssd.kv.blocks import BlockPool
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.decoder import check_split

@@ -6,7 +6,7 @@ import torch
 
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError
-from ssd.kernels.launching import shared_memory
+from ssd.kernels.cuda.launch import shared_memory
 from ssd.models.config import DecoderConfig
 
 _LARGE_GPU = 40 << 30  # bytes

@@ -13,8 +13,8 @@ from ssd.drafting.runner import MAX_ROWS_IN_PART, DraftRunner
 from ssd.execution.batch import Batch
 from ssd.execution.clock import now
 from ssd.execution.runner import ModelRunner
-from ssd.kernels.driver import DriverError
-from ssd.kernels.partition import split
+from ssd.kernels.cuda.driver import DriverError
+from ssd.kernels.cuda.partition import split
 
 log = logging.getLogger("ssd")
 _SIZES = (32, 40, 48)  # multiprocessors of the draft's part

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch
 
-from ssd.kernels.compiling import compile_only
+from ssd.kernels.triton.compile import compile_only
 
 log = logging.getLogger("ssd")
 loading = logging.getLogger("ssd.loading")

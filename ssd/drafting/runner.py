@@ -28,9 +28,9 @@ from ssd.drafting.shapes import RunShape
 from ssd.drafting.step import DraftStep
 from ssd.execution.clock import Clock, StreamClock, now
 from ssd.execution.host_copy import HostCopy
-from ssd.kernels.compiling import compiling
-from ssd.kernels.partition import Part
+from ssd.kernels.cuda.partition import Part
 from ssd.kernels.transfers import upload
+from ssd.kernels.triton.compile import compiling
 from ssd.sampling.sampler import ALL_NEEDS, Needs, Rows
 
 MAX_ROWS_IN_PART = 16  # of a preparation; more need more of the GPU than the target can spare

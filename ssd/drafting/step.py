@@ -10,8 +10,8 @@ import torch
 from ssd.drafting.buffers import DraftBuffers
 from ssd.drafting.shapes import RunShape, RunShapes
 from ssd.execution.runner import ModelRunner
+from ssd.kernels.cuda.persistent import PersistentStep
 from ssd.kernels.ops import DeviceBatch
-from ssd.kernels.persistent import PersistentStep
 from ssd.models.persistent import persistent_step
 
 

@@ -1,8 +1,8 @@
 """What a drafter in another process has prepared, where a kernel of the target's device finds it: pinned host memory.
 
 The host writes rows while rounds are in flight, and the device reads them when it executes a look-up
-(`ssd.kernels.draft_table`). A row becomes valid by its first word, which is written last. Whatever is read, at most
-speed is lost: the target verifies it.
+(`ssd.kernels.triton.draft_table`). A row becomes valid by its first word, which is written last. Whatever is read, at
+most speed is lost: the target verifies it.
 """
 
 from __future__ import annotations

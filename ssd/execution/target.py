@@ -21,9 +21,9 @@ from ssd.execution.host_copy import HostCopy
 from ssd.execution.prompts import PromptReads
 from ssd.execution.runner import Forward, Keep, ModelRunner
 from ssd.execution.state import SequenceState
-from ssd.kernels.compiling import compiling
 from ssd.kernels.cpu import recording
 from ssd.kernels.transfers import to_device
+from ssd.kernels.triton.compile import compiling
 from ssd.sampling.sampler import ALL_NEEDS, Needs, Sampler, top_logprobs
 
 Hook = Callable[[], object]

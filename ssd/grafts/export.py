@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from ssd.errors import ConfigError, SSDError
 from ssd.grafts.graft import GraftCheckpoint, host
-from ssd.kernels.quantized import Codes, Format, TargetFormat, bits_of, group_size, quantize
+from ssd.kernels.codes import Codes, Format, TargetFormat, bits_of, group_size, quantize
 from ssd.layers.formats.mxfp4 import MXFP4
 from ssd.layers.formats.rounded import Rounded
 from ssd.layers.spec import ExpertsSpec, MLPSpec, RopeConfig

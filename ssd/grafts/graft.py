@@ -38,7 +38,7 @@ import torch
 from ssd.errors import ConfigError, UnsupportedModel
 from ssd.grafts.expert_graft import ROUTERS, HeldMLP, add_codes, expert_obstacles, expert_part
 from ssd.grafts.shapes import SHAPES
-from ssd.kernels.quantized import TargetFormat
+from ssd.kernels.codes import TargetFormat
 from ssd.layers.formats import DENSE, FormatOf, WeightFormat
 from ssd.layers.formats.mxfp4 import GROUP, MXFP4
 from ssd.layers.formats.rounded import rounded

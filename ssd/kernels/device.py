@@ -15,11 +15,11 @@ class Kernels(NamedTuple):
     """Modules, and functions, of the same interface on all devices; None: the caller computes it in plain torch."""
 
     ops: Callable[[], Ops]  # makes the operations of a model
-    rounds: Any  # functions of `ssd.kernels.rounds`
-    features: Any  # functions of `ssd.kernels.features`
-    sampling: Any = None  # functions of `ssd.kernels.sampling`
-    add_parts: Callable[..., torch.Tensor] | None = None  # `ssd.kernels.elementwise.add_parts`
-    draft_table: Any = None  # functions of `ssd.kernels.draft_table`, for rounds in flight
+    rounds: Any  # functions of `ssd.kernels.triton.rounds`
+    features: Any  # functions of `ssd.kernels.triton.features`
+    sampling: Any = None  # functions of `ssd.kernels.triton.sampling`
+    add_parts: Callable[..., torch.Tensor] | None = None  # `ssd.kernels.triton.elementwise.add_parts`
+    draft_table: Any = None  # functions of `ssd.kernels.triton.draft_table`, for rounds in flight
 
 
 def kernels(device: torch.device) -> Kernels:
@@ -28,9 +28,9 @@ def kernels(device: torch.device) -> Kernels:
 
 @functools.cache
 def _cuda_kernels() -> Kernels:
-    from ssd.kernels import draft_table, features, rounds, sampling  # Triton is imported for GPUs only
-    from ssd.kernels.elementwise import add_parts
-    from ssd.kernels.triton_ops import TritonOps
+    from ssd.kernels.triton import draft_table, features, rounds, sampling  # Triton is imported for GPUs only
+    from ssd.kernels.triton.elementwise import add_parts
+    from ssd.kernels.triton.ops import TritonOps
 
     return Kernels(TritonOps, rounds, features, sampling, add_parts, draft_table)
 

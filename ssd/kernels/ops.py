@@ -1,6 +1,6 @@
 """The interface between the decoder and the kernels of a device.
 
-Three implementations: plain torch (`reference`), C on the CPU (`cpu`), Triton on CUDA (`triton_ops`). The latter two
+Three implementations: plain torch (`reference`), C on the CPU (`cpu`), Triton on CUDA (`triton`). The latter two
 are *row-invariant*: a row's bits never depend on how many rows are computed together, nor on which.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 if TYPE_CHECKING:  # `ssd --help` lists shapes, and does not need torch
     import torch
 
-    from ssd.kernels.quantized import Codes, RowType
+    from ssd.kernels.codes import Codes, RowType
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Routing:
     order: torch.Tensor  # int32 [rows * k]: the pairs, by expert
     starts: torch.Tensor  # int32 [experts + 1]: where those of each expert begin in `order`
     tiles: torch.Tensor | None = None  # int32 [tiles, 3], on a GPU: expert or -1, and its part of `order`
-    settled: bool = False  # a product was launched that waits for it before it lets later kernels begin (`launching`)
+    settled: bool = False  # a product was launched that waits for it before it lets later kernels begin (`launch`)
 
     @property
     def num_experts(self) -> int:

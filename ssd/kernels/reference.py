@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ssd.kernels.codes import Codes, RowType, dequantize, rounded_rows
 from ssd.kernels.ops import GLU, UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, RoundedRows, Routing, SharedOps
-from ssd.kernels.quantized import Codes, RowType, dequantize, rounded_rows
 
 _E4M3_MAX = 448.0
 

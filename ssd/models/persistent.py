@@ -1,4 +1,4 @@
-"""Runs a draft's small batches as one kernel (`ssd.kernels.persistent`), where it can be built and agrees."""
+"""Runs a draft's small batches as one kernel (`ssd.kernels.cuda.persistent`), where it can be built and agrees."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ssd.kernels.driver import DriverError
-from ssd.kernels.nvrtc import BuildError
+from ssd.kernels.cuda.driver import DriverError
+from ssd.kernels.cuda.nvrtc import BuildError
+from ssd.kernels.cuda.persistent import MAX_ROWS, PersistentStep, StepLayer
 from ssd.kernels.ops import DeviceBatch
-from ssd.kernels.persistent import MAX_ROWS, PersistentStep, StepLayer
 from ssd.layers.linear import Linear
 from ssd.layers.spec import MLPSpec
 from ssd.models.decoder import Decoder, KVCache

@@ -11,8 +11,8 @@ import torch
 from ssd.assembly import sharing
 from ssd.drafting.fan_out import Adaptive
 from ssd.drafting.shapes import RunShapes
-from ssd.kernels.driver import DriverError, call
-from ssd.kernels.partition import Part, Partition
+from ssd.kernels.cuda.driver import DriverError, call
+from ssd.kernels.cuda.partition import Part, Partition
 
 PROCESSORS = 132
 

@@ -28,8 +28,8 @@ from ssd.drafting.step import ModelStep
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
 from ssd.kernels.cpu import library
+from ssd.kernels.cuda.partition import Part
 from ssd.kernels.ops import DeviceBatch
-from ssd.kernels.partition import Part
 
 K = 4
 TEXTS = [[5, 6, 7, 8, 9, 10, 11] * 5, [900, 12, 77], [2000, 31, 9] * 21]

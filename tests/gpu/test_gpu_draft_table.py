@@ -44,7 +44,7 @@ def random_tables(replicas: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_look_ups_are_those_of_the_reference(replicas: int) -> None:
-    from ssd.kernels import draft_table
+    from ssd.kernels.triton import draft_table
 
     origins: set[int] = set()
     for seed in range(8):
@@ -71,7 +71,7 @@ def test_look_ups_are_those_of_the_reference(replicas: int) -> None:
 @pytest.mark.parametrize("answered", [True, False])
 def test_a_wait_ends_with_the_answer_or_at_its_limit(answered: bool) -> None:
     """Catches a kernel that hangs without an answer, or does not see one that comes while it waits."""
-    from ssd.kernels import draft_table
+    from ssd.kernels.triton import draft_table
 
     state = {
         name: tensor.cuda() for name, tensor in random_state(0).items() if name in ("drafts", "confidence", "origin")

@@ -15,10 +15,10 @@ from conftest import TestModel, ragged_prompts
 from fakes import wait_until_idle
 
 from ssd import LLM, SamplingParams
+from ssd.kernels.codes import Codes, CodeType, bits_of, dequantize
 from ssd.kernels.ops import GLU, SWIGLU, ExpertOutputs, Routing
-from ssd.kernels.quantized import Codes, CodeType, bits_of, dequantize
 from ssd.kernels.reference import ReferenceOps
-from ssd.kernels.triton_ops import TritonOps
+from ssd.kernels.triton.ops import TritonOps
 from ssd.prompts import load_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_memory(10)]

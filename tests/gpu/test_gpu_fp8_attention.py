@@ -11,8 +11,9 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from ssd import LLM, SamplingParams
-from ssd.kernels import attention, fp8_attention
+from ssd.kernels.cuda import fp8_attention
 from ssd.kernels.ops import DeviceBatch, HeadShape, KVScales
+from ssd.kernels.triton import attention
 from ssd.prompts import load_prompts
 from tests.device_batches import paged_batch
 

@@ -11,10 +11,11 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from ssd.kernels import cublaslt, elementwise
-from ssd.kernels import linear as linear_module
-from ssd.kernels.linear import linear
-from ssd.kernels.triton_ops import TritonOps
+from ssd.kernels.cuda import cublaslt
+from ssd.kernels.triton import elementwise
+from ssd.kernels.triton import linear as linear_module
+from ssd.kernels.triton.linear import linear
+from ssd.kernels.triton.ops import TritonOps
 
 ROWS = (1, 5, 16, 40, 64, 65, 77, 96, 128, 200, 256, 300, 512, 700, 1000, 2048, 2500)
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_memory(10)]

@@ -23,8 +23,8 @@ from ssd.engine.engine import Engine
 from ssd.execution.batch import Batch
 from ssd.execution.graphs import capture
 from ssd.execution.target import Target
-from ssd.kernels.driver import DriverError
-from ssd.kernels.partition import Partition, split
+from ssd.kernels.cuda.driver import DriverError
+from ssd.kernels.cuda.partition import Partition, split
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -12,9 +12,9 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
 
 from random_weights import RandomCheckpoint
 
+from ssd.kernels.cuda.persistent import PersistentStep
 from ssd.kernels.ops import Branches, DeviceBatch
-from ssd.kernels.persistent import PersistentStep
-from ssd.kernels.triton_ops import TritonOps
+from ssd.kernels.triton.ops import TritonOps
 from ssd.layers.parameter import Build
 from ssd.models.config import equal_layers
 from ssd.models.decoder import Decoder, KVCache

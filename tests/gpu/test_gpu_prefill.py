@@ -10,8 +10,8 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from ssd.kernels import attention, prefill
 from ssd.kernels.ops import HeadShape
+from ssd.kernels.triton import attention, prefill
 from tests.device_batches import make_device_batch, paged_batch
 
 pytestmark = pytest.mark.gpu

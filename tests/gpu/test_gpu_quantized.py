@@ -15,12 +15,12 @@ from fakes import wait_until_idle
 from stored_codes import CODES, some_codes
 
 from ssd import LLM, SamplingParams
-from ssd.kernels import elementwise, row_codes
-from ssd.kernels.fp8_linear import Fp8Weight
-from ssd.kernels.packing import pack
-from ssd.kernels.quantized import Format, dequantize, quantize, rounded_rows
-from ssd.kernels.quantized_linear import quantized_linear
-from ssd.kernels.triton_ops import TritonOps
+from ssd.kernels.codes import Format, dequantize, quantize, rounded_rows
+from ssd.kernels.cuda.fp8_linear import Fp8Weight
+from ssd.kernels.triton import elementwise, row_codes
+from ssd.kernels.triton.codes_linear import codes_linear
+from ssd.kernels.triton.ops import TritonOps
+from ssd.kernels.triton.packing import pack
 from ssd.prompts import load_prompts
 
 pytestmark = pytest.mark.gpu
@@ -42,7 +42,7 @@ def test_products_of_any_number_of_rows(columns: int, depth: int, dtype: torch.d
     for rows in ROWS:
         x = torch.randn(rows, depth, device="cuda").to(dtype)
         expected = x.float() @ rounded.t()
-        found = quantized_linear(x, packed, out_dtype=torch.float32)
+        found = codes_linear(x, packed, out_dtype=torch.float32)
         assert (found - expected).norm() < 2e-3 * expected.norm(), rows
         gate, up = expected.chunk(2, dim=1)
         expected = torch.nn.functional.silu(gate) * up

@@ -43,7 +43,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What has been compiled or checked since it was last cleared."""
     from triton import knobs
 
-    from ssd.kernels import cublaslt
+    from ssd.kernels.cuda import cublaslt
 
     found: list[str] = []
     library = cublaslt.load()
@@ -94,8 +94,8 @@ def ask_everything(llm: LLM, compiled: list[str]) -> None:
 
 
 def test_compilations_and_checks_are_seen(compiled: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from ssd.kernels import cublaslt
-    from ssd.kernels.linear import Tile, linear
+    from ssd.kernels.cuda import cublaslt
+    from ssd.kernels.triton.linear import Tile, linear
 
     x, weight = (torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for shape in ((100, 72), (40, 72)))
     linear(x, weight, tile=Tile(16, 16, 16, 1, 1))

@@ -32,7 +32,7 @@ from ssd.cli.main import app
 from ssd.grafts import export
 from ssd.grafts.graft import GraftCheckpoint, blocks_of, copy_scales, held_mlp
 from ssd.grafts.shapes import SHAPES
-from ssd.kernels.quantized import decoded, quantize
+from ssd.kernels.codes import decoded, quantize
 from ssd.layers.rotary import rope_tables
 from ssd.layers.spec import MLPSpec, RopeConfig
 from ssd.models.checkpoint import all_weights

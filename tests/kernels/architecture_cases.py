@@ -18,9 +18,10 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from ssd.kernels import attention, elementwise, experts, features, linear, packing, quantized_linear, row_codes
+from ssd.kernels.codes import Codes, CodeType
 from ssd.kernels.ops import GLU, Branches, DeviceBatch, ExpertOutputs, HeadShape, Rope
-from ssd.kernels.quantized import Codes, CodeType
+from ssd.kernels.triton import attention, elementwise, experts, features, linear, packing, row_codes
+from ssd.kernels.triton import codes_linear as codes_linear
 
 META = torch.device("meta")
 HEADS = [HeadShape(32, 8, 128), HeadShape(14, 2, 64)]
@@ -44,7 +45,7 @@ def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         return kernel
 
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
-    for module in (linear, quantized_linear, experts):
+    for module in (linear, codes_linear, experts):
         monkeypatch.setattr(module, "shared_memory", lambda device: limit)
     if request.param >= 90:
         for module in (attention, elementwise, experts, linear, row_codes):
@@ -119,8 +120,8 @@ def test_quantized_products(architecture: int, kind: CodeType, group: int, offse
     weight = packing.pack(codes, dtype)
     for rows in (1, 64):
         x, scales = empty(rows, depth, dtype=dtype), empty(rows, depth // group, dtype=torch.float32)
-        quantized_linear.quantized_linear(x, weight)
-        quantized_linear.quantized_linear(x, weight, gated=True, row_scales=scales)
+        codes_linear.codes_linear(x, weight)
+        codes_linear.codes_linear(x, weight, gated=True, row_scales=scales)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ def test_attention(architecture: int, dtype: torch.dtype, heads: HeadShape, fp8:
             workspace.items(planned, 0, workspace.programs, before_pass=True)
             attention.paged_attention(q, planned, heads, kv, kv, workspace, sinks=sinks, lets_next=True)
     if architecture == 90 and not fp8:
-        from ssd.kernels.prefill import prefill_attention
+        from ssd.kernels.triton.prefill import prefill_attention
 
         prefill_attention(q, q.flatten(1), batch(prefill=True), heads, kv, kv, 1.0, sinks)
 

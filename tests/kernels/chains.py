@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from ssd.kernels.codes import Codes
 from ssd.kernels.cpu.kernels import Kernels
-from ssd.kernels.quantized import Codes
 
 HIDDEN, INNER, HEADS, HEAD_DIM, CONTEXT, BLOCK = 192, 200, 6, 32, 150, 16  # INNER: its last group is smaller
 MOST_ROWS = 70

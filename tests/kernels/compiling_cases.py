@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from ssd.kernels.compiling import compile_only, compiling
+from ssd.kernels.triton.compile import compile_only, compiling
 
 
 def add_one(x_ptr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-// `ssd/kernels/ptx.cu` in plain C++: every CUDA thread is a fiber of one thread, and fibers take turns at
+// `ssd/kernels/cuda/csrc/ptx.cu` in plain C++: every CUDA thread is a fiber of one thread, and fibers take turns at
 // random. So the kernel's logic runs on a CPU: tiles, ring, waiting, emptying, attention. Not emulated: the order in
 // which a GPU's memory shows writes to other blocks, and the time that anything takes.
 

@@ -196,7 +196,7 @@ def test_positions_before_the_first_are_not_seen(kernels: str, request: pytest.F
     if kernels == "C":
         ops = request.getfixturevalue("cpu")
     elif kernels == "triton":
-        ops = pytest.importorskip("ssd.kernels.triton_ops", reason="triton is not installed").TritonOps()
+        ops = pytest.importorskip("ssd.kernels.triton.ops", reason="triton is not installed").TritonOps()
         ops.reserve(heads, DEVICE)
     device = DEVICE if kernels == "triton" else CPU
     trees = Trees(heads, forks, Branches(2, 4), torch.float32, device)
@@ -239,7 +239,7 @@ class TestTriton:
 
     @pytest.fixture
     def ops(self) -> Ops:
-        triton_ops = pytest.importorskip("ssd.kernels.triton_ops", reason="triton is not installed")
+        triton_ops = pytest.importorskip("ssd.kernels.triton.ops", reason="triton is not installed")
         return triton_ops.TritonOps()
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-cublaslt = pytest.importorskip("ssd.kernels.cublaslt", reason="triton is not installed")
+cublaslt = pytest.importorskip("ssd.kernels.cuda.cublaslt", reason="triton is not installed")
 
 
 def test_choices_are_read_back(tmp_path: Path) -> None:

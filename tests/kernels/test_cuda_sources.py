@@ -14,13 +14,13 @@ import pytest
 import torch
 from stored_codes import some_codes
 
-from ssd.kernels import nvrtc
+from ssd.kernels.codes import CodeType
+from ssd.kernels.cuda import nvrtc
 from ssd.kernels.ops import HeadShape
-from ssd.kernels.packing import pack
-from ssd.kernels.quantized import CodeType
+from ssd.kernels.triton.packing import pack
 
-expert_rows = pytest.importorskip("ssd.kernels.expert_rows", reason="triton is not installed")
-from ssd.kernels import few_rows, fp8_attention, fp8_linear, persistent  # noqa: E402
+expert_rows = pytest.importorskip("ssd.kernels.cuda.expert_rows", reason="triton is not installed")
+from ssd.kernels.cuda import few_rows, fp8_attention, fp8_linear, persistent  # noqa: E402
 
 CPU = torch.device("cpu")
 NVCC = shutil.which("nvcc")

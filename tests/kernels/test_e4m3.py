@@ -32,7 +32,7 @@ def ops(request: pytest.FixtureRequest) -> Ops:
         return ReferenceOps()
     if request.param == "C":
         return CpuOps.load() or pytest.skip("no C compiler")
-    made: Ops = pytest.importorskip("ssd.kernels.triton_ops", reason="triton is not installed").TritonOps()
+    made: Ops = pytest.importorskip("ssd.kernels.triton.ops", reason="triton is not installed").TritonOps()
     made.reserve(HEADS, device_of(made))
     return made
 

@@ -10,10 +10,10 @@ from conftest import mostly_slow
 from stored_codes import some_codes
 from test_quantized import CUDA, close, make_ops
 
+from ssd.kernels.codes import Codes, CodeType, dequantize
 from ssd.kernels.ops import GLU, SWIGLU, ExpertOutputs, Ops
-from ssd.kernels.packing import FP4_PLACES, pack, packed_rows, paired
-from ssd.kernels.quantized import Codes, CodeType, dequantize
 from ssd.kernels.reference import ReferenceOps
+from ssd.kernels.triton.packing import FP4_PLACES, pack, packed_rows, paired
 
 CLAMPED = GLU(1.702, 7.0, 1.0)
 KERNELS = ("plain", "c", "triton")

@@ -10,12 +10,12 @@ import torch
 from conftest import mostly_slow
 from stored_codes import some_codes
 
-from ssd.kernels import expert_rows as kernel
-from ssd.kernels.experts import route
+from ssd.kernels.codes import Codes, dequantize
+from ssd.kernels.cuda import expert_rows as kernel
 from ssd.kernels.ops import GLU, Routing
-from ssd.kernels.packing import PackedCodes, in_strips, pack, packed_rows, paired
-from ssd.kernels.quantized import Codes, dequantize
 from ssd.kernels.reference import ReferenceOps
+from ssd.kernels.triton.experts import route
+from ssd.kernels.triton.packing import PackedCodes, in_strips, pack, packed_rows, paired
 from tests.kernels.emulation import COMPILER, addresses, constant, emulated_kernel
 
 CPU = torch.device("cpu")

@@ -10,9 +10,9 @@ import torch
 from conftest import mostly_slow
 from stored_codes import some_codes
 
-from ssd.kernels import few_rows as kernel
-from ssd.kernels.packing import PackedCodes, in_strips, pack, packed_rows, paired
-from ssd.kernels.quantized import Codes, CodeType, dequantize
+from ssd.kernels.codes import Codes, CodeType, dequantize
+from ssd.kernels.cuda import few_rows as kernel
+from ssd.kernels.triton.packing import PackedCodes, in_strips, pack, packed_rows, paired
 from tests.kernels.emulation import COMPILER, TensorMap, addresses, emulated_kernel
 
 CPU = torch.device("cpu")

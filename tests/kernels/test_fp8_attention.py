@@ -8,7 +8,7 @@ from conftest import mostly_slow
 
 from tests.kernels.emulation import COMPILER, TensorMap, addresses, emulated_kernel
 
-kernel = pytest.importorskip("ssd.kernels.fp8_attention", reason="triton is not installed")
+kernel = pytest.importorskip("ssd.kernels.cuda.fp8_attention", reason="triton is not installed")
 KV_HEADS, GROUP, BLOCK_SIZE = 2, 3, 64
 
 

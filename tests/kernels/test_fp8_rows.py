@@ -8,7 +8,7 @@ from conftest import mostly_slow
 
 from tests.kernels.emulation import COMPILER, TensorMap, addresses, emulated_kernel
 
-kernel = pytest.importorskip("ssd.kernels.fp8_linear", reason="triton is not installed")
+kernel = pytest.importorskip("ssd.kernels.cuda.fp8_linear", reason="triton is not installed")
 
 
 def numbers(*shape: int) -> torch.Tensor:

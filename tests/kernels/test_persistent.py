@@ -11,8 +11,8 @@ import pytest
 import torch
 from random_weights import RandomCheckpoint
 
-from ssd.kernels import nvrtc
-from ssd.kernels import persistent as kernel
+from ssd.kernels.cuda import nvrtc
+from ssd.kernels.cuda import persistent as kernel
 from ssd.kernels.ops import DeviceBatch, HeadShape
 from ssd.kernels.reference import ReferenceOps
 from ssd.layers.formats import FormatOf, dense
@@ -39,8 +39,8 @@ def test_structures_have_the_sources_fields_in_its_order() -> None:
 
 
 def test_the_source_is_package_data() -> None:
-    project = (Path(kernel.__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
-    assert f"kernels/*{kernel.SOURCE.suffix}" in project
+    project = (Path(kernel.__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
+    assert '"kernels/cuda/csrc/*"' in project and kernel.SOURCE.parent.name == "csrc"
 
 
 def make_decoder(format_of: FormatOf = dense) -> tuple[Decoder, KVCache]:

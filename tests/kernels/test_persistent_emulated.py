@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ssd.kernels import persistent as kernel
+from ssd.kernels.cuda import persistent as kernel
 from ssd.kernels.ops import Branches, DeviceBatch
 from ssd.kernels.reference import ReferenceOps
 from ssd.layers.parameter import Build

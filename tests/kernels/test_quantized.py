@@ -7,9 +7,7 @@ import torch
 from conftest import mostly_slow
 from stored_codes import CODES, some_codes
 
-from ssd.kernels.cpu.ops import CpuOps
-from ssd.kernels.ops import Ops
-from ssd.kernels.quantized import (
+from ssd.kernels.codes import (
     CodeType,
     Format,
     RowType,
@@ -18,6 +16,8 @@ from ssd.kernels.quantized import (
     quantized_bytes,
     rounded_rows,
 )
+from ssd.kernels.cpu.ops import CpuOps
+from ssd.kernels.ops import Ops
 from ssd.kernels.reference import ReferenceOps
 from ssd.layers.formats import Use
 from ssd.layers.formats.rounded import Rounded
@@ -44,7 +44,7 @@ def make_ops(kind: str) -> tuple[Ops, torch.device, list[torch.dtype]]:
         if ops is None:
             pytest.skip("no C compiler")
         return ops, torch.device("cpu"), [torch.float32, torch.bfloat16]
-    triton_ops = pytest.importorskip("ssd.kernels.triton_ops", reason="triton is not installed")
+    triton_ops = pytest.importorskip("ssd.kernels.triton.ops", reason="triton is not installed")
     types = [torch.float32, torch.bfloat16, torch.float16] if CUDA else [torch.float32]  # as in test_triton_kernels
     device = torch.device("cuda" if CUDA else "cpu")
     return triton_ops.TritonOps(), device, types
@@ -182,7 +182,7 @@ def test_a_row_has_the_same_bits_in_any_company(kind: str, code: CodeType, group
 def test_many_rows_are_multiplied_by_widened_codes(kind: CodeType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some outputs at a time, gated and not, with the bits of fewer rows on a GPU."""
     ops, device, types = make_ops("triton")
-    module = pytest.importorskip("ssd.kernels.quantized_linear")
+    module = pytest.importorskip("ssd.kernels.triton.codes_linear")
     depth, columns = 200, 36
     codes = some_codes(kind, columns, depth, depth, offsets=False, device=device)
     for dtype in types:

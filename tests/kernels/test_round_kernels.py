@@ -18,7 +18,7 @@ from ssd.kernels.cpu import features as features_cpu
 from ssd.kernels.cpu import library
 from ssd.kernels.cpu import rounds as rounds_cpu
 
-rounds = pytest.importorskip("ssd.kernels.rounds", exc_type=ImportError)
+rounds = pytest.importorskip("ssd.kernels.triton.rounds", exc_type=ImportError)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
 VOCAB, BLOCK_SIZE, MAX_LEN = 50, 4, 40
@@ -386,7 +386,7 @@ def test_keeping_the_best_of_two() -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_features(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """The rows before, or what was kept of them; the last positions are kept; padding takes and leaves nothing."""
-    features = pytest.importorskip("ssd.kernels.features", exc_type=ImportError)
+    features = pytest.importorskip("ssd.kernels.triton.features", exc_type=ImportError)
     world = World(seed)
     batch, width = world.batch(), 5
     kept = torch.randn(len(world.tables), world.lookahead + 1, width)

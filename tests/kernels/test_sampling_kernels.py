@@ -13,7 +13,7 @@ from ssd.core import SamplingParams
 from ssd.sampling import noise
 from ssd.sampling.sampler import MIN_TEMPERATURE, Needs, Rows, Sampler, SamplingColumns
 
-triton_sampling = pytest.importorskip("ssd.kernels.sampling", exc_type=ImportError)
+triton_sampling = pytest.importorskip("ssd.kernels.triton.sampling", exc_type=ImportError)
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 

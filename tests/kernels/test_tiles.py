@@ -11,7 +11,7 @@ from ssd.assembly.device import resolve_dtype
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError
 from ssd.grafts.shapes import SHAPES
-from ssd.kernels import linear
+from ssd.kernels.triton import linear
 
 WEIGHTS = [(n, k) for n in (64, 1024, 6144, 8192, 28672, 128256) for k in (512, 4096, 14336)]
 

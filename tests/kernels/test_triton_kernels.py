@@ -15,9 +15,9 @@ from device_batches import make_device_batch, paged_batch
 from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope
 from ssd.kernels.reference import ReferenceOps
 
-triton_ops = pytest.importorskip("ssd.kernels.triton_ops", reason="triton is not installed")
-attention = pytest.importorskip("ssd.kernels.attention", reason="triton is not installed")
-elementwise = pytest.importorskip("ssd.kernels.elementwise", reason="triton is not installed")
+triton_ops = pytest.importorskip("ssd.kernels.triton.ops", reason="triton is not installed")
+attention = pytest.importorskip("ssd.kernels.triton.attention", reason="triton is not installed")
+elementwise = pytest.importorskip("ssd.kernels.triton.elementwise", reason="triton is not installed")
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = [torch.float32, torch.bfloat16] if CUDA else [torch.float32]  # the interpreter's bfloat16 dot is wrong
@@ -240,7 +240,7 @@ def test_block_tables_are_looked_up_by_row(ops: triton_ops.TritonOps) -> None:
 
 def test_noise_is_the_same_function() -> None:
     """The kernel and the torch code must not be two different generators."""
-    from ssd.kernels.sampling import gumbel
+    from ssd.kernels.triton.sampling import gumbel
     from ssd.sampling import noise
 
     keys = [noise.position_key(seed, position) for seed in (0, 7, 2**64 - 1) for position in (0, 5, 100000)]

@@ -106,7 +106,7 @@ def test_norms_are_rounded_once(kernels: str, dtype: torch.dtype) -> None:
     order may round another way), and many are not those of a norm that is rounded twice."""
     made: Ops | None = ReferenceOps() if kernels == "reference" else CpuOps.load()
     if kernels == "triton":
-        made = pytest.importorskip("ssd.kernels.triton_ops", reason="triton is not installed").TritonOps()
+        made = pytest.importorskip("ssd.kernels.triton.ops", reason="triton is not installed").TritonOps()
     if made is None:
         pytest.skip("no C compiler")
     generator = torch.Generator().manual_seed(0)

@@ -10,7 +10,7 @@ import torch
 from random_weights import RandomCheckpoint
 
 from ssd.errors import ConfigError
-from ssd.kernels.quantized import Format, dequantize
+from ssd.kernels.codes import Format, dequantize
 from ssd.kernels.reference import ReferenceOps
 from ssd.layers.formats import DENSE, Use, WeightFormat
 from ssd.layers.formats.rounded import Rounded, rounded

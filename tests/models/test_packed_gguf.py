@@ -16,9 +16,9 @@ from test_tensor_parallel import logits, on_ranks
 from ssd import LLM, SamplingParams
 from ssd.assembly.open import open_checkpoint
 from ssd.errors import ConfigError, UnsupportedModel
+from ssd.kernels.codes import dequantize, rounded_rows
 from ssd.kernels.cpu import library
 from ssd.kernels.device import kernels
-from ssd.kernels.quantized import dequantize, rounded_rows
 from ssd.layers.formats.gguf import BLOCKS, Blocks
 from ssd.layers.parameter import Build
 from ssd.models.checkpoint import all_weights

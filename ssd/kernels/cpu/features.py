@@ -1,4 +1,4 @@
-"""The function of `ssd.kernels.features` in plain torch."""
+"""The function of `ssd.kernels.triton.features` in plain torch."""
 
 from __future__ import annotations
 

@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ssd.kernels.codes import Codes, CodeType, bits_of, doubled_fp4
 from ssd.kernels.cpu import recording
 from ssd.kernels.cpu.build import BuildError
 from ssd.kernels.cpu.threads import num_threads
 from ssd.kernels.ops import GLU, SWIGLU, UNSCALED, KVScales, Routing
-from ssd.kernels.quantized import Codes, CodeType, bits_of, doubled_fp4
 
 _CPU = torch.device("cpu")  # every tensor states its dtype and device: torch's defaults are the user's
 _PACKED = 1 << 21  # weights packed at a time

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from ssd.kernels.codes import Codes, RowType, rounded_rows
 from ssd.kernels.cpu import library
 from ssd.kernels.cpu.kernels import Kernels, PackedExperts, PackedWeight, has_half_scales
 from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, RoundedRows, SharedOps
-from ssd.kernels.quantized import Codes, RowType, rounded_rows
 
 Packed = PackedWeight | PackedExperts
 

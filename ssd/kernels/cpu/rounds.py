@@ -1,4 +1,4 @@
-"""The functions of `ssd.kernels.rounds` for a CPU: in C, or in numpy where there is no compiler."""
+"""The functions of `ssd.kernels.triton.rounds` for a CPU: in C, or in numpy where there is no compiler."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import torch
 
+from ssd.kernels.codes import RowType
 from ssd.kernels.ops import GLU, Ops, Routing
-from ssd.kernels.quantized import RowType
 
 FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

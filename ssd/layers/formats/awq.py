@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from ssd.kernels.quantized import Codes
+from ssd.kernels.codes import Codes
 from ssd.layers.formats.packed import Packed
 
 _ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)  # where the next integer of a word is, from its lowest bits

@@ -14,8 +14,8 @@ from typing import Any, Final
 import torch
 
 from ssd.errors import ConfigError, UnsupportedModel
+from ssd.kernels.codes import Codes, CodeType, RowType, dequantize, fused_codes
 from ssd.kernels.ops import GLU, Ops, RoundedRows, Routing, Rows
-from ssd.kernels.quantized import Codes, CodeType, RowType, dequantize, fused_codes
 from ssd.layers.formats import Use, WeightFormat, wrong_type
 
 _FINE: Final = 128  # weights of a group of a channel that has one offset: kernels know no larger groups with offsets

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ssd.errors import UnsupportedModel
-from ssd.kernels.quantized import Codes
+from ssd.kernels.codes import Codes
 from ssd.layers.formats.packed import Packed, act_order, in_order
 
 

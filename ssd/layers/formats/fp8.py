@@ -9,7 +9,7 @@ from typing import Final, Literal
 import torch
 
 from ssd.errors import UnsupportedModel
-from ssd.kernels.quantized import Codes
+from ssd.kernels.codes import Codes
 from ssd.layers.formats import FLOATS, Use
 from ssd.layers.formats.coded import Activations, Coded, codes_of, cut
 

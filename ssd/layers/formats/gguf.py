@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import torch
 
 from ssd.errors import UnsupportedModel
-from ssd.kernels.quantized import Codes, CodeType, Factors, bits_of
+from ssd.kernels.codes import Codes, CodeType, Factors, bits_of
 from ssd.layers.formats import Use
 from ssd.layers.formats.coded import Coded, cut
 

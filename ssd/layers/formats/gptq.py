@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ssd.kernels.quantized import Codes
+from ssd.kernels.codes import Codes
 from ssd.layers.formats.packed import Packed, act_order, in_order
 
 

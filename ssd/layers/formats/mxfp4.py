@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from ssd.errors import UnsupportedModel
-from ssd.kernels.quantized import Codes
+from ssd.kernels.codes import Codes
 from ssd.layers.formats import Use
 from ssd.layers.formats.coded import Coded, codes_of, cut
 

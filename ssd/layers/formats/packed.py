@@ -8,7 +8,7 @@ from typing import Final, Literal
 import torch
 
 from ssd.errors import ConfigError, UnsupportedModel
-from ssd.kernels.quantized import Codes, bits_of
+from ssd.kernels.codes import Codes, bits_of
 from ssd.layers.formats import FLOATS, Use
 from ssd.layers.formats.coded import Activations, Coded, codes_of, cut
 

@@ -14,8 +14,8 @@ from typing import Any, cast
 import torch
 
 from ssd.errors import ConfigError
+from ssd.kernels.codes import Codes, Format, RowType, TargetFormat, quantize, quantized_bytes
 from ssd.kernels.ops import GLU, Ops, RoundedRows, Routing, Rows
-from ssd.kernels.quantized import Codes, Format, RowType, TargetFormat, quantize, quantized_bytes
 from ssd.layers.formats import DENSE, FormatOf, Use, WeightFormat, dense, fused
 
 _AROUND = ("embed_tokens", "lm_head", "gate", "router")  # a router's small weight decides which experts are read
@@ -32,7 +32,7 @@ class RoundedWeight:
 
 
 class Rounded(WeightFormat):
-    """Stored as float tensors, multiplied as codes of the type `name` with scales (`ssd.kernels.quantized`). Dynamic:
+    """Stored as float tensors, multiplied as codes of the type `name` with scales (`ssd.kernels.codes`). Dynamic:
     the rows of a product are rounded to that type, too, each with the scale of its largest number.
 
     `exact`: for a target; a draft's bits reach no text, and its products need not be row-invariant. `keeps_dense`:

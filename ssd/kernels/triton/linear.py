@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ssd.kernels.launching import early_launch, shared_memory
+from ssd.kernels.cuda.launch import early_launch, shared_memory
 
 
 @triton.jit

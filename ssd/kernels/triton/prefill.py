@@ -22,9 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ssd.kernels.attention import BLOCK_N, LOG2_E, PREFILL_ROWS, SPLIT, Workspace, paged_attention
-from ssd.kernels.compiling import compiling
 from ssd.kernels.ops import DeviceBatch, HeadShape
+from ssd.kernels.triton.attention import BLOCK_N, LOG2_E, PREFILL_ROWS, SPLIT, Workspace, paged_attention
+from ssd.kernels.triton.compile import compiling
 
 log = logging.getLogger("ssd")
 _STAGES = 5  # of the ring: steps of keys, and of values

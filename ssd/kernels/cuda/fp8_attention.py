@@ -13,13 +13,13 @@ from typing import Final
 
 import torch
 
-from ssd.kernels.compiling import compiling
-from ssd.kernels.launching import processors
-from ssd.kernels.nvrtc import Kernel, kernels, tensor_map
+from ssd.kernels.cuda.launch import processors
+from ssd.kernels.cuda.nvrtc import Kernel, kernels, tensor_map
+from ssd.kernels.cuda.partition import current_processors
 from ssd.kernels.ops import DeviceBatch, HeadShape
-from ssd.kernels.partition import current_processors
+from ssd.kernels.triton.compile import compiling
 
-SOURCE: Final = Path(__file__).with_name("fp8_attention.cu")
+SOURCE: Final = Path(__file__).parent / "csrc" / "fp8_attention.cu"
 HEAD_DIM: Final = 128
 STEP: Final = 64  # positions
 WARPS: Final = 8  # of a block of threads

@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ssd.kernels.e4m3 import as_bytes, encode, encode_by_cvt
-from ssd.kernels.launching import early_launch
+from ssd.kernels.codes import LEAST_SCALE
+from ssd.kernels.cuda.launch import early_launch
 from ssd.kernels.ops import UNSCALED, DeviceBatch, ExpertOutputs, HeadShape, KVScales, Rope, Routing
-from ssd.kernels.quantized import LEAST_SCALE
+from ssd.kernels.triton.e4m3 import as_bytes, encode, encode_by_cvt
 
 
 @triton.jit

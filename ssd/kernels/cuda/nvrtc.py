@@ -15,10 +15,10 @@ from typing import Final, Literal
 import torch
 
 from ssd.kernels import cache
-from ssd.kernels.driver import DriverError, call
+from ssd.kernels.cuda.driver import DriverError, call
 
 log = logging.getLogger("ssd")
-PTX: Final = Path(__file__).with_name("ptx.cu")  # what all sources begin with
+PTX: Final = Path(__file__).parent / "csrc" / "ptx.cu"  # what all sources begin with
 _P = ctypes.c_void_p
 # cuda.h
 _FUNC_MAX_DYNAMIC_SHARED: Final = 8
@@ -129,7 +129,7 @@ class Kernel:
         *params: ctypes.Structure,
     ) -> None:
         """On the current stream. Cooperative: all blocks run at the same time, or the launch fails. Early: see
-        `launching`."""
+        `launch`."""
         attribute = _Attribute(_COOPERATIVE if how == "cooperative" else _PROGRAMMATIC, 1)
         stream, arguments = torch.cuda.current_stream().cuda_stream, (_P * len(params))(*map(ctypes.addressof, params))
         config = _Config(blocks, 1, 1, threads, 1, 1, shared, stream, ctypes.addressof(attribute), 1)

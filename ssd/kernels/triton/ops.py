@@ -6,19 +6,8 @@ from contextlib import suppress
 
 import torch
 
-from ssd.kernels import (
-    attention,
-    cublaslt,
-    elementwise,
-    expert_rows,
-    experts,
-    few_rows,
-    fp8_linear,
-    linear,
-    packing,
-    quantized_linear,
-    row_codes,
-)
+from ssd.kernels.codes import Codes, RowType
+from ssd.kernels.cuda import cublaslt, expert_rows, few_rows, fp8_linear
 from ssd.kernels.ops import (
     GLU,
     UNSCALED,
@@ -31,7 +20,7 @@ from ssd.kernels.ops import (
     Routing,
     SharedOps,
 )
-from ssd.kernels.quantized import Codes, RowType
+from ssd.kernels.triton import attention, codes_linear, elementwise, experts, linear, packing, row_codes
 
 Weight = packing.PackedCodes | fp8_linear.Fp8Weight  # of `prepare_codes`
 
@@ -49,7 +38,7 @@ class TritonOps(SharedOps):
         self._workspace = attention.Workspace(heads, device)
         if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9:
             with suppress(ImportError):  # a version of Triton without Gluon
-                from ssd.kernels.prefill import OverlappedPrefill
+                from ssd.kernels.triton.prefill import OverlappedPrefill
 
                 self._prefill = OverlappedPrefill(self._workspace)
 
@@ -122,11 +111,11 @@ class TritonOps(SharedOps):
         out_dtype = torch.float32 if float32 else x.dtype
         if few_rows.takes(x, weight, bias, scales):
             return few_rows.linear(x, weight, bias, gated=gated, out_dtype=out_dtype, row_scales=scales)
-        if quantized_linear.is_wide(x, weight):
-            return quantized_linear.wide_linear(
+        if codes_linear.is_wide(x, weight):
+            return codes_linear.wide_linear(
                 x, weight, bias, self._sums, gated=gated, out_dtype=out_dtype, row_scales=scales
             )
-        return quantized_linear.quantized_linear(x, weight, bias, gated=gated, out_dtype=out_dtype, row_scales=scales)
+        return codes_linear.codes_linear(x, weight, bias, gated=gated, out_dtype=out_dtype, row_scales=scales)
 
     def expert_linear(
         self,

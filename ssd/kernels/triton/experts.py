@@ -1,11 +1,11 @@
 """Kernels of a mixture of experts in Triton: routing, grouped products, weighted sums.
 
-A grouped product is that of `linear` or `quantized_linear` with the rows of one expert in each tile: pairs (see
+A grouped product is that of `linear` or `codes_linear` with the rows of one expert in each tile: pairs (see
 `Routing`) are sorted by expert on the device, and cut into tiles (`Routing.tiles`).
 Grids depend on the number of rows only, so that everything runs in CUDA graphs. Sums over the depth are taken in the
 order of those kernels, whatever the tile shape, and pairs are independent: a row's bits are its own.
 
-All of them are launched early (`launching`): for one row they take a few microseconds each.
+All of them are launched early (`launch`): for one row they take a few microseconds each.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ssd.kernels import expert_rows, linear, quantized_linear
-from ssd.kernels.launching import early_launch, shared_memory
-from ssd.kernels.linear import sums as dense_sums
+from ssd.kernels.cuda import expert_rows
+from ssd.kernels.cuda.launch import early_launch, shared_memory
 from ssd.kernels.ops import GLU, SWIGLU, Routing
-from ssd.kernels.packing import PackedCodes
-from ssd.kernels.quantized_linear import sums as code_sums
+from ssd.kernels.triton import codes_linear, linear
+from ssd.kernels.triton.codes_linear import sums as code_sums
+from ssd.kernels.triton.linear import sums as dense_sums
+from ssd.kernels.triton.packing import PackedCodes
 
 _ROUTER_DEPTH = 256  # of a piece of the router's product
 _PAIRS = 1024  # that one step of `_order_kernel` sorts
@@ -354,14 +355,14 @@ def expert_linear(
         y = expert_rows.linear(x, weight, routing, bias, rows, glu=glu, out_dtype=out_dtype or x.dtype)
         routing.settled = True
         return y
-    tile: linear.Tile | quantized_linear.Tile
+    tile: linear.Tile | codes_linear.Tile
     codes: tuple[torch.Tensor | None, ...]
     if isinstance(weight, PackedCodes):
         tile, words, groups = code_tile(rows, x, weight), weight.words, triton.cdiv(depth, weight.group)
         columns, width = weight.columns // experts, weight.width
         codes = (weight.scales, weight.offsets, weight.exponents, row_scales)
-        codes += (quantized_linear.row_sums(x, weight, row_scales),)
-        options = {**quantized_linear.sum_options(x, weight, row_scales), "BLOCK_K": 0}
+        codes += (codes_linear.row_sums(x, weight, row_scales),)
+        options = {**codes_linear.sum_options(x, weight, row_scales), "BLOCK_K": 0}
     else:
         tile, words, groups, codes = dense_tile(rows, x), weight, 0, (None,) * 5
         columns, width = len(weight) // experts, depth
@@ -391,16 +392,16 @@ def dense_tile(rows: int, x: torch.Tensor) -> linear.Tile:
     return linear.fitting(tile, x.element_size(), shared_memory(x.device))
 
 
-def code_tile(rows: int, x: torch.Tensor, weight: PackedCodes) -> quantized_linear.Tile:
+def code_tile(rows: int, x: torch.Tensor, weight: PackedCodes) -> codes_linear.Tile:
     """Likewise. Those of fp4 are larger where there are enough programs: its widening takes many instructions, fewer
     for a warp with more outputs."""
     if rows >= 64:
-        tile = quantized_linear.Tile(rows, 128, 4, 8)
+        tile = codes_linear.Tile(rows, 128, 4, 8)
     elif rows <= 16:
-        tile = quantized_linear.Tile(rows, 64 if weight.type == "fp4" and rows > 8 else 32, 3, 2)
+        tile = codes_linear.Tile(rows, 64 if weight.type == "fp4" and rows > 8 else 32, 3, 2)
     else:
-        tile = quantized_linear.Tile(rows, 64, 4, 4)
-    return quantized_linear.fitting(tile, x, weight)
+        tile = codes_linear.Tile(rows, 64, 4, 4)
+    return codes_linear.fitting(tile, x, weight)
 
 
 @triton.jit

@@ -13,15 +13,15 @@ from typing import Final
 
 import torch
 
-from ssd.kernels.compiling import compiling
-from ssd.kernels.few_rows import SHARED
-from ssd.kernels.nvrtc import Kernel, kernels
+from ssd.kernels.codes import Codes
+from ssd.kernels.cuda.few_rows import SHARED
+from ssd.kernels.cuda.nvrtc import Kernel, kernels
+from ssd.kernels.cuda.partition import current_processors
 from ssd.kernels.ops import GLU, SWIGLU, Routing
-from ssd.kernels.packing import STRIP, PackedCodes
-from ssd.kernels.partition import current_processors
-from ssd.kernels.quantized import Codes
+from ssd.kernels.triton.compile import compiling
+from ssd.kernels.triton.packing import STRIP, PackedCodes
 
-SOURCE: Final = Path(__file__).with_name("expert_rows.cu")
+SOURCE: Final = Path(__file__).parent / "csrc" / "expert_rows.cu"
 _TILES: Final = (1, 2, 4)  # of 8 rows, each number a kernel of its own
 _MOST_ROWS: Final = 8 * _TILES[-1]  # of a tile; one with up to twice as many is cut in two
 _MAX_TILES: Final = 448  # of pairs

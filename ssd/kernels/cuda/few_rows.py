@@ -1,6 +1,6 @@
 """Products of few rows with a quantised weight as a CUDA kernel (`few_rows.cu`), near the speed of reading the weight.
 
-It is for weights in strips (`packing`), and has the bits of `quantized_linear`, which does all the rest.
+It is for weights in strips (`packing`), and has the bits of `codes_linear`, which does all the rest.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Final
 
 import torch
 
-from ssd.kernels.compiling import compiling
-from ssd.kernels.nvrtc import Kernel, kernels, tensor_map
-from ssd.kernels.packing import PackedCodes
-from ssd.kernels.partition import current_processors
+from ssd.kernels.cuda.nvrtc import Kernel, kernels, tensor_map
+from ssd.kernels.cuda.partition import current_processors
+from ssd.kernels.triton.compile import compiling
+from ssd.kernels.triton.packing import PackedCodes
 
-SOURCE: Final = Path(__file__).with_name("few_rows.cu")
+SOURCE: Final = Path(__file__).parent / "csrc" / "few_rows.cu"
 _LAUNCHES: Final = 2  # at most, for one product: they read the weight as often, and are still the faster kernel
 _MAX_SHARE: Final = 8  # strips of a block of threads
 _MAX_STAGES: Final = 12
@@ -140,7 +140,7 @@ def linear(
     out_dtype: torch.dtype,
     row_scales: torch.Tensor | None,
 ) -> torch.Tensor:
-    """See `quantized_linear`; `takes` is true."""
+    """See `codes_linear`; `takes` is true."""
     columns = weight.columns // 2 if gated else weight.columns
     y = x.new_empty((len(x), columns), dtype=out_dtype)
     if compiling():

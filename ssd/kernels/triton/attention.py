@@ -30,10 +30,10 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ssd.kernels import fp8_attention
-from ssd.kernels.e4m3 import as_bytes, beside, widen, widening
-from ssd.kernels.launching import early_launch, processors
+from ssd.kernels.cuda import fp8_attention
+from ssd.kernels.cuda.launch import early_launch, processors
 from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales
+from ssd.kernels.triton.e4m3 import as_bytes, beside, widen, widening
 
 Prefill = Callable[[torch.Tensor, torch.Tensor, DeviceBatch, torch.Tensor, torch.Tensor, torch.Tensor | None], bool]
 SPLIT = 512
@@ -483,7 +483,7 @@ def paged_attention(
     lets_next: bool = False,
 ) -> torch.Tensor:
     """See `Ops.attention`. `prefill`: a faster kernel for prefill tiles, which says whether it has computed them; it
-    reads no KV in fp8. `lets_next`: a kernel that is launched early begins at once (`launching`)."""
+    reads no KV in fp8. `lets_next`: a kernel that is launched early begins at once (`launch`)."""
     out = q.new_empty((q.shape[0], heads.num_heads * heads.head_dim))
     block_size, block_d = k_cache.shape[1], triton.next_power_of_2(heads.head_dim)
     widen_how, wide = widening(k_cache, q.dtype, workspace.capability), q.element_size() == 4

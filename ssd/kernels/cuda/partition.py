@@ -14,8 +14,8 @@ from typing import Final
 
 import torch
 
-from ssd.kernels.driver import DriverError, call
-from ssd.kernels.launching import processors
+from ssd.kernels.cuda.driver import DriverError, call
+from ssd.kernels.cuda.launch import processors
 
 _P = ctypes.c_void_p
 # cuda.h

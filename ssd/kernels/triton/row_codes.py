@@ -1,4 +1,4 @@
-"""Rounds rows to 8 bits before a product, in one Triton kernel: see `quantized.rounded_rows`."""
+"""Rounds rows to 8 bits before a product, in one Triton kernel: see `codes.rounded_rows`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ssd.kernels.e4m3 import encode, encode_by_cvt, widen_bits
-from ssd.kernels.launching import early_launch
-from ssd.kernels.quantized import LEAST_SCALE, ROW_LIMITS, RowType
+from ssd.kernels.codes import LEAST_SCALE, ROW_LIMITS, RowType
+from ssd.kernels.cuda.launch import early_launch
+from ssd.kernels.triton.e4m3 import encode, encode_by_cvt, widen_bits
 
 _BLOCK = 16384  # numbers that one program rounds at a time
 

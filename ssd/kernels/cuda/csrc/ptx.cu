@@ -367,7 +367,7 @@ template <int COUNT>
 __device__ __forceinline__ void meet() {
     asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory");
 }
-// Of a kernel that is launched early (`launching.py`).
+// Of a kernel that is launched early (`launch.py`).
 __device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void let_later_kernels_begin() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ __forceinline__ void pause() {}  // between two polls

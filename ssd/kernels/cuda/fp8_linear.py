@@ -17,13 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ssd.kernels.compiling import compiling
-from ssd.kernels.few_rows import RING_AT, SHARED, share_of
-from ssd.kernels.nvrtc import Kernel, kernels, tensor_map
-from ssd.kernels.partition import current_processors
-from ssd.kernels.quantized import Codes, RowType
+from ssd.kernels.codes import Codes, RowType
+from ssd.kernels.cuda.few_rows import RING_AT, SHARED, share_of
+from ssd.kernels.cuda.nvrtc import Kernel, kernels, tensor_map
+from ssd.kernels.cuda.partition import current_processors
+from ssd.kernels.triton.compile import compiling
 
-SOURCE: Final = Path(__file__).with_name("fp8_rows.cu")
+SOURCE: Final = Path(__file__).parent / "csrc" / "fp8_rows.cu"
 TILES: Final = (1, 2, 4, 8)  # of 8 rows, each number a kernel of its own; for more rows the library is faster
 PARTS: Final = 2  # of 128 numbers of the depth, that a stage holds
 MAX_SHARE: Final = 16  # of 8 outputs

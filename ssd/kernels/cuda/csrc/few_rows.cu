@@ -3,7 +3,7 @@
 // A block of threads takes `share` strips of 16 outputs at a time, one for each of its consumer warps. Its producer
 // copies, for one block of the depth after the other, the strips' codes, the scales of their groups and the rows of x
 // to a ring in shared memory. Consumers widen codes to bfloat16 in registers: those of four warps are the A operand of
-// the tensor cores (`wgmma`), x in shared memory is the B operand. Sums are those of `quantized_linear.py`, to the bit:
+// the tensor cores (`wgmma`), x in shared memory is the B operand. Sums are those of `codes_linear.py`, to the bit:
 // over the depth in one order, sixteen at a time.
 //
 // Where a block of threads has few strips (AHEAD), products follow each other slowly if their operands are registers:
@@ -151,7 +151,7 @@ struct Consumer {
 };
 
 // Scales, bias and activation of outputs `first` and 8 more, of rows lane % 4 * 2 and the next, as
-// `quantized_linear._finish` has them.
+// `codes_linear._finish` has them.
 __device__ __forceinline__ void finish(const Params& p, const float (&sums)[SUMS], const Scales<TILES>& scales,
                                        int first, int lane) {
 #pragma unroll

@@ -4,7 +4,7 @@
 // A block of threads takes some strips of 16 outputs of a tile at a time (`Work`), one or two for each of its consumer
 // warps. One producer warp copies their codes and exponents, for one block of the depth after the other, to a ring in
 // shared memory, another one the rows of the tile. Consumers widen codes to bfloat16 in registers, which are the A
-// operand of the tensor cores, the rows are the B operand. Sums are those of `quantized_linear.py`, to the bit: over
+// operand of the tensor cores, the rows are the B operand. Sums are those of `codes_linear.py`, to the bit: over
 // the depth in one order, sixteen at a time.
 //
 // Macros: DEPTH (of the weight, a multiple of 64), TILES.

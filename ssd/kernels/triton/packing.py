@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ssd.kernels.quantized import Codes, CodeType, bits_of, dequantize
+from ssd.kernels.codes import Codes, CodeType, bits_of, dequantize
 
 STRIP = 16  # outputs
 UNIT = 8  # words of one output, one after the other

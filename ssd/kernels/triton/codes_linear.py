@@ -1,4 +1,4 @@
-"""A linear layer in Triton whose weight is quantised (see `quantized`): tiles are widened in registers.
+"""A linear layer in Triton whose weight is quantised (see `codes`): tiles are widened in registers.
 
 Every code is a bfloat16 number, and products are summed as in `linear`: over the depth in one fixed order, sixteen at a
 time, whatever the tile shape. A scale is applied to the float32 sum of its group before groups are added up; those of
@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ssd.kernels.e4m3 import widen_bits
-from ssd.kernels.launching import shared_memory
-from ssd.kernels.packing import FP4_PLACES, SHARED_BITS, STRIP, UNIT, PackedCodes
+from ssd.kernels.cuda.launch import shared_memory
+from ssd.kernels.triton.e4m3 import widen_bits
+from ssd.kernels.triton.packing import FP4_PLACES, SHARED_BITS, STRIP, UNIT, PackedCodes
 
 _WIDE_ROWS = 256  # products of more rows are bound by arithmetic: codes are widened first, and the library multiplies
 STRIP_OUTPUTS, UNIT_WORDS = tl.constexpr(STRIP), tl.constexpr(UNIT)
@@ -491,7 +491,7 @@ def row_sums(x: torch.Tensor, weight: PackedCodes, row_scales: torch.Tensor | No
     return total
 
 
-def quantized_linear(
+def codes_linear(
     x: torch.Tensor,
     weight: PackedCodes,
     bias: torch.Tensor | None = None,
@@ -544,7 +544,7 @@ def wide_linear(
     out_dtype: torch.dtype,
     row_scales: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`quantized_linear` for many rows, with the same bits: codes are widened, some outputs at a time, and multiplied
+    """`codes_linear` for many rows, with the same bits: codes are widened, some outputs at a time, and multiplied
     by `product`, whose sums are float32. For weights with one scale a row."""
     (num_rows, depth), columns, width = x.shape, weight.columns, weight.width
     y = x.new_empty((num_rows, columns // 2 if gated else columns), dtype=out_dtype)

@@ -16,12 +16,12 @@ from typing import Final
 
 import torch
 
-from ssd.kernels.launching import processors
-from ssd.kernels.nvrtc import BuildError, Kernel, compiled
+from ssd.kernels.cuda.launch import processors
+from ssd.kernels.cuda.nvrtc import BuildError, Kernel, compiled
 from ssd.kernels.ops import DeviceBatch, HeadShape
 
 MAX_ROWS: Final = 16
-SOURCE: Final = Path(__file__).with_name("persistent.cu")
+SOURCE: Final = Path(__file__).parent / "csrc" / "persistent.cu"
 _MAX_HIDDEN = 3072  # x of wider models does not fit the registers
 _TUNING: Final = {
     "WARPS": 8,

@@ -1,4 +1,4 @@
-"""Products of cuBLASLt, with the same bits as those of `ssd.kernels.linear`, where they are faster.
+"""Products of cuBLASLt, with the same bits as those of `ssd.kernels.triton.linear`, where they are faster.
 
 Without split-K, cuBLASLt sums each output element over the depth in the same order as our kernel. It is called through
 ctypes, with a handle of our own, no workspace and no reduction scheme, so that neither the choice of algorithms depends
@@ -23,9 +23,9 @@ import torch
 import triton
 
 from ssd.kernels import cache
-from ssd.kernels import linear as own
-from ssd.kernels.compiling import compiling
-from ssd.kernels.elementwise import silu_and_mul
+from ssd.kernels.triton import linear as own
+from ssd.kernels.triton.compile import compiling
+from ssd.kernels.triton.elementwise import silu_and_mul
 
 log = logging.getLogger("ssd")
 
