@@ -31,7 +31,8 @@ from ssd.grafts.expert_graft import CODE, add_codes
 from ssd.grafts.graft import GraftCheckpoint, held_mlp, seeded
 from ssd.kernels.codes import Format
 from ssd.kernels.device import kernels
-from ssd.kernels.ops import GLU, SWIGLU, Ops, Routing
+from ssd.kernels.ops import Ops
+from ssd.kernels.weights import GLU, SWIGLU, Routing, Weight
 from ssd.layers.formats import DENSE, Use, WeightFormat
 from ssd.layers.formats.mxfp4 import GROUP, MXFP4
 from ssd.layers.formats.rounded import Rounded
@@ -62,7 +63,7 @@ class Layer:
         sizes = ((2 * self.inner, self.hidden), (self.hidden, self.inner))
         self.num_bytes = [self.format.num_bytes(*size, self.dtype, Use()) for size in sizes]  # of one expert
 
-    def _weight(self, rows: int, depth: int, gated: bool = False) -> Any:
+    def _weight(self, rows: int, depth: int, gated: bool = False) -> Weight:
         rows, use = rows * self.count, Use(gated=gated, experts=self.count)
         if isinstance(self.format, MXFP4):
             numbers = functools.partial(torch.randint, dtype=torch.uint8, device=self.device)
@@ -76,10 +77,10 @@ class Layer:
         return self.ops.route(logits, self.chosen, chosen=True)
 
     def first(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        return self.format.expert_linear(self.ops, x, self.gate_up, None, routing, glu=self.glu, float32=False)
+        return self.gate_up.expert_linear(x, routing, glu=self.glu)
 
     def last(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        return self.format.expert_linear(self.ops, x, self.down, None, routing, glu=None, float32=False)
+        return self.down.expert_linear(x, routing)
 
     def __call__(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         routing = self.route(logits)

@@ -27,7 +27,7 @@ from decode import copy_bandwidth, device_seconds
 from ssd.grafts.shapes import SHAPES
 from ssd.kernels.codes import Format
 from ssd.kernels.device import kernels
-from ssd.kernels.ops import Ops
+from ssd.kernels.weights import Weight
 from ssd.layers.formats import DENSE, Use
 from ssd.layers.formats.rounded import Rounded
 from ssd.models.config import DecoderConfig
@@ -59,11 +59,8 @@ def bench(shape: str, row_counts: list[int], device: torch.device) -> None:
         prepared = [ops.prepare(weight, gated=gated) for weight in weights]
         for rows in row_counts:
             x = torch.randn(rows, depth, device=device, dtype=dtype)
-            used, ours = (ops.gated_linear if gated else ops.linear), own(ops, device, gated=gated)
-            timed = [
-                seconds(functools.partial(_over, product, x, of), device) / len(weights)
-                for product, of in ((ours, prepared), (torch.nn.functional.linear, weights), (used, prepared))
-            ]
+            runs = ((own(gated=gated), prepared), (torch.nn.functional.linear, weights), (multiplied, prepared))
+            timed = [seconds(functools.partial(_over, product, x, of), device) / len(weights) for product, of in runs]
             times = " ".join(f"{1e6 * each:>9.1f}" for each in timed)
             rates = f"{size / timed[2] / 1e9:>6.0f} {2 * rows * columns * depth / timed[2] / 1e12:>8.2f}"
             kernel = used_kernel(x, prepared[0], gated=gated)
@@ -88,8 +85,8 @@ def bench_format(shape: str, form: Format, row_counts: list[int], device: torch.
         prepared = [weight_format.prepare([weight], ops, dtype, use) for _ in range(copies(size, device))]
         for rows in row_counts:
             x = torch.randn(rows, depth, device=device, dtype=dtype)
-            product = functools.partial(weight_format.linear, ops, bias=None, gated=use.gated, float32=name == "head")
-            work = functools.partial(_over, lambda x, each, product=product: product(x=x, weight=each), x, prepared)
+            product = functools.partial(multiplied, float32=name == "head")
+            work = functools.partial(_over, product, x, prepared)
             took = seconds(work, device) / len(prepared)
             steps[rows] += times * took
             rates = f"{1e6 * took:>9.1f} {size / took / 1e9:>6.0f} {size / took / speed:>6.2f}"
@@ -99,23 +96,35 @@ def bench_format(shape: str, form: Format, row_counts: list[int], device: torch.
         print(f"{'step':<10} {'':>8} {'':>6} {rows:>5} {rates}")
 
 
-def own(ops: Ops, device: torch.device, *, gated: bool) -> Product:
+def own(*, gated: bool) -> Product:
     """Our kernel."""
-    if device.type == "cpu":
-        return ops.gated_linear if gated else ops.linear
-    from ssd.kernels.triton import linear
 
-    return functools.partial(linear.linear, gated=gated)
+    def product(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        if not x.is_cuda:
+            return weight.linear(x)
+        from ssd.kernels.triton import linear
+
+        assert weight.dense is not None
+        return linear.linear(x, weight.dense, gated=gated)
+
+    return product
 
 
-def used_kernel(x: torch.Tensor, weight: Any, *, gated: bool) -> str:
+def multiplied(x: torch.Tensor, weight: Weight, *, float32: bool = False) -> torch.Tensor:
+    """As the engine does it."""
+    return weight.linear(x, float32=float32)
+
+
+def used_kernel(x: torch.Tensor, weight: Weight, *, gated: bool) -> str:
     """Whose kernel the engine uses."""
     if not x.is_cuda:
         return "ours"
     from ssd.kernels.cuda import cublaslt
 
+    assert weight.dense is not None
     library = cublaslt.load()
-    return "ours" if library is None or library.linear(x, weight, x.dtype, gated=gated) is None else "library"
+    found = None if library is None else library.linear(x, weight.dense, None, x.dtype, gated=gated)
+    return "ours" if found is None else "library"
 
 
 def products(shape: DecoderConfig) -> list[tuple[str, int, int]]:

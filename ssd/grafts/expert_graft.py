@@ -25,7 +25,7 @@ from typing import Final
 
 import torch
 
-from ssd.kernels.ops import GLU, SWIGLU
+from ssd.kernels.weights import GLU, SWIGLU
 from ssd.layers.formats.mxfp4 import GROUP, MXFP4
 from ssd.layers.spec import ExpertsSpec, MLPSpec
 

@@ -17,10 +17,11 @@ from typing import Final, Literal, NamedTuple
 
 import torch
 
+from ssd.kernels.weights import RoundedRows, RowRounding, RowType
+
 Format = Literal["fp8", "int8", "int4"]  # what a weight can be rounded to
 TargetFormat = Literal["fp8", "fp8_dynamic", "int8", "int4"]  # likewise a target's; dynamic: rows are rounded, too
 CodeType = Literal["fp8", "fp4", "int8", "int4", "uint4"]  # what codes are: e4m3, e2m1, or integers
-RowType = Literal["fp8", "int8"]  # what rows can be rounded to
 ROW_LIMITS: Final[dict[RowType, tuple[float, float]]] = {"fp8": (-448.0, 448.0), "int8": (-128.0, 127.0)}
 _FP8_MAX: Final = 448.0
 LEAST_SCALE: Final = 2.0**-120  # a row of zeros has it, too
@@ -127,18 +128,18 @@ def fused_codes(parts: Seq[Codes]) -> Codes:
     )
 
 
-def rounded_rows(
-    x: torch.Tensor, group: int | None = None, kind: RowType = "fp8", stored: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `Ops.round_rows`. Largest numbers, divisions and roundings of single numbers: a row's bits are its own."""
-    lowest, highest = ROW_LIMITS[kind]
-    groups = x.float().view(len(x), -1, group or x.shape[1])
-    scales = (
-        (groups.abs().amax(2, keepdim=True) / highest).clamp_min(LEAST_SCALE) if stored is None else stored[:, None]
-    )
+def rounded_rows(x: torch.Tensor, how: RowRounding) -> RoundedRows:
+    """Rows of x in 8 bits, as numbers of x's type. Largest numbers, divisions and roundings of single numbers: a row's
+    bits are its own."""
+    lowest, highest = ROW_LIMITS[how.kind]
+    groups = x.float().view(len(x), -1, how.group or x.shape[1])
+    if how.scale is None:
+        scales = (groups.abs().amax(2, keepdim=True) / highest).clamp_min(LEAST_SCALE)
+    else:
+        scales = how.scale[:, None]
     scaled = (groups / scales).clamp(lowest, highest)
-    rounded = scaled.to(torch.float8_e4m3fn).float() if kind == "fp8" else scaled.round()
-    return rounded.flatten(1).to(x.dtype), scales[:, :, 0].expand(len(x), -1)
+    rounded = scaled.to(torch.float8_e4m3fn).float() if how.kind == "fp8" else scaled.round()
+    return RoundedRows(rounded.flatten(1).to(x.dtype), scales[:, :, 0].expand(len(x), -1))
 
 
 def _encode_fp8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

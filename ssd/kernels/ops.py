@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:  # `ssd --help` lists shapes, and does not need torch
     import torch
 
-    from ssd.kernels.codes import Codes, RowType
+    from ssd.kernels.codes import Codes
+    from ssd.kernels.weights import Routing, RowRounding, Weight
 
 
 @dataclass(frozen=True)
@@ -103,35 +103,6 @@ class KVScales:
 UNSCALED = KVScales()
 
 
-@dataclass(frozen=True)
-class GLU:
-    """What gate and up rows of a gated weight become: silu(gate) * (up + shift), with silu(x) = x sigmoid(slope x),
-    after the gate was limited from above and up on both sides."""
-
-    slope: float = 1.0
-    limit: float = math.inf
-    shift: float = 0.0
-
-
-SWIGLU = GLU()
-
-
-@dataclass
-class Routing:
-    """The experts of each row. Pair p is the row p // k with the expert that comes p % k-th among its k experts."""
-
-    experts: torch.Tensor  # int32 [rows, k], the largest weight first
-    weights: torch.Tensor  # float32 [rows, k]
-    order: torch.Tensor  # int32 [rows * k]: the pairs, by expert
-    starts: torch.Tensor  # int32 [experts + 1]: where those of each expert begin in `order`
-    tiles: torch.Tensor | None = None  # int32 [tiles, 3], on a GPU: expert or -1, and its part of `order`
-    settled: bool = False  # a product was launched that waits for it before it lets later kernels begin (`launch`)
-
-    @property
-    def num_experts(self) -> int:
-        return len(self.starts) - 1
-
-
 class ExpertOutputs(NamedTuple):
     """What the experts of each row give, before it is added up (`Ops.combine`)."""
 
@@ -139,18 +110,8 @@ class ExpertOutputs(NamedTuple):
     routing: Routing
 
 
-class RoundedRows(NamedTuple):
-    """Rows in 8-bit floats or integers, and their scales, float32 [rows, groups]."""
-
-    values: torch.Tensor
-    scales: torch.Tensor
-
-
-Rows: TypeAlias = "torch.Tensor | RoundedRows"
-
-
 class Ops(Protocol):
-    """Weights are passed to `prepare` once, which lays them out as the device needs; x is always [rows, width]."""
+    """Weights are passed to `prepare` once, which makes objects of them that multiply; x is always [rows, width]."""
 
     def reserve(self, heads: HeadShape, device: torch.device) -> None:
         """Allocates the scratch of `attention`."""
@@ -158,23 +119,11 @@ class Ops(Protocol):
     def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
         """Query tokens of one attention tile."""
 
-    def prepare(self, weight: torch.Tensor, *, gated: bool = False, experts: int = 0) -> Any:
+    def prepare(self, weight: torch.Tensor, *, gated: bool = False, experts: int = 0) -> Weight:
         """Lays out a weight [out, in]. `gated`: its first half are gate rows, its second half up rows.
 
-        `experts`: those of so many experts, one after the other (of a gated weight all gate rows, then all up rows);
-        for `expert_linear`.
+        `experts`: those of so many experts, one after the other (of a gated weight all gate rows, then all up rows).
         """
-
-    def embedding(self, weight: Any, token_ids: torch.Tensor) -> torch.Tensor:
-        """Rows of a prepared weight."""
-
-    def linear(
-        self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None, *, float32: bool = False
-    ) -> torch.Tensor:
-        """x W^T (+ bias); `float32`: the accumulators as they are, not rounded to x's type."""
-
-    def gated_linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """silu(gate) * up of a weight prepared with `gated`."""
 
     def prepare_codes(
         self,
@@ -184,71 +133,23 @@ class Ops(Protocol):
         gated: bool = False,
         experts: int = 0,
         exact: bool = True,
-        rows: RowType | None = None,
+        rows: RowRounding | None = None,
         coarse: bool = False,
-    ) -> Any:
+    ) -> Weight:
         """Lays out a quantised weight for products with rows of type `dtype`, else as `prepare`.
 
-        Not `exact`: for drafts, whose products need not be row-invariant. `rows`: what whole rows are rounded to
-        before every product (`round_rows`). `coarse`: rows may be rounded to integers of 8 bits, with a scale for each
-        group of the weight (of 128 at most): a CPU multiplies such integers several times as fast.
+        Not `exact`: for drafts, whose products need not be row-invariant. `rows`: what rows are rounded to before every
+        product. `coarse`: rows may be rounded to integers of 8 bits, with a scale for each group of the weight (of 128
+        at most): a CPU multiplies such integers several times as fast.
         """
-
-    def codes_linear(
-        self,
-        x: torch.Tensor,
-        weight: Any,
-        bias: torch.Tensor | None = None,
-        *,
-        gated: bool = False,
-        float32: bool = False,
-        row_scales: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """`linear` or `gated_linear` with a weight of `prepare_codes`.
-
-        `row_scales`: x was divided by them, float32 [rows, 1 or groups of the weight]; the sums (of each group) are
-        multiplied by them.
-        """
-
-    def router(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
-        """x W^T (+ bias) in float32 [rows, experts], or what `route` makes it from."""
 
     def route(self, logits: torch.Tensor, count: int, *, chosen: bool) -> Routing:
         """The `count` experts of each row with the largest logits, the lower one first where they are equal. Their
         weights are a softmax: over the chosen ones, or over all experts."""
 
-    def expert_linear(
-        self,
-        x: torch.Tensor,
-        weight: Any,
-        routing: Routing,
-        bias: torch.Tensor | None = None,
-        *,
-        glu: GLU | None = None,
-        float32: bool = False,
-        row_scales: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Each pair's row times its expert's part of a weight that was prepared for experts: [pairs, columns].
-
-        x has a row for each pair, or one for all pairs of a row. `glu`: of a gated weight. `bias` is in the order of
-        the rows that were prepared; `row_scales` as in `codes_linear`.
-        """
-
     def combine(self, x: torch.Tensor, routing: Routing, *, float32: bool = False) -> torch.Tensor:
         """The sum of each row's pairs (x: [pairs, width]) times their weights, in the order of its experts: float32,
         rounded at the end if not `float32`."""
-
-    def round_rows(
-        self, x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None, weight: Any = None
-    ) -> RoundedRows:
-        """Each row of x in 8-bit floats (e4m3) or integers, in x's type or (if it has kernels for that) as the products
-        of `weight` take them.
-
-        A scale for each `group` columns, or for all; `stored`: it is this one [1, 1], else that of the largest number.
-        """
-
-    def codes_embedding(self, weight: Any, token_ids: torch.Tensor) -> torch.Tensor:
-        """Rows of a weight of `prepare_codes`, widened to the type of its products."""
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
@@ -262,17 +163,6 @@ class Ops(Protocol):
         self, x: ExpertOutputs, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
     ) -> torch.Tensor:
         """`rms_norm` of what `combine` makes of x. The residual has not been written since the routing was made."""
-
-    def rms_norm_and_round(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        residual: torch.Tensor | None,
-        kind: RowType,
-        target: Any,
-    ) -> RoundedRows:
-        """`rms_norm`, then `round_rows` with one scale a row for products of the weight `target`."""
 
     def plan(self, batch: DeviceBatch, heads: HeadShape, k_cache: torch.Tensor) -> None:
         """Before a forward pass, if at all: prepares attention of layers with such heads and caches."""
@@ -319,21 +209,7 @@ class SharedOps:
     def plan(self, batch: DeviceBatch, heads: HeadShape, k_cache: torch.Tensor) -> None:
         return
 
-    def router(self: Ops, x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
-        return self.linear(x, weight, bias, float32=True)
-
     def combine_and_norm(
         self: Ops, x: ExpertOutputs, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
     ) -> torch.Tensor:
         return self.rms_norm(self.combine(*x), weight, eps, residual)
-
-    def rms_norm_and_round(
-        self: Ops,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        residual: torch.Tensor | None,
-        kind: RowType,
-        target: Any,
-    ) -> RoundedRows:
-        return self.round_rows(self.rms_norm(x, weight, eps, residual), None, kind, None, target)

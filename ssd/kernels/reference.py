@@ -4,15 +4,65 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from ssd.kernels.codes import Codes, RowType, dequantize, rounded_rows
-from ssd.kernels.ops import GLU, UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, RoundedRows, Routing, SharedOps
+from ssd.kernels.codes import Codes, dequantize, rounded_rows
+from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, SharedOps
+from ssd.kernels.weights import GLU, Routing, RowRounding, Rows, Weight
 
 _E4M3_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class ReferenceWeight(Weight):
+    wide: torch.Tensor  # also of a quantised weight
+    gated: bool = False
+    rounding: RowRounding | None = None
+    dense: torch.Tensor | None = None
+
+    def linear(self, x: Rows, bias: torch.Tensor | None = None, *, float32: bool = False) -> torch.Tensor:
+        y = F.linear(self._rows(x), self.wide, bias)
+        if self.gated:
+            gate, up = y.chunk(2, dim=-1)
+            y = F.silu(gate) * up
+        return y.float() if float32 else y
+
+    def expert_linear(
+        self,
+        x: Rows,
+        routing: Routing,
+        bias: torch.Tensor | None = None,
+        *,
+        glu: GLU | None = None,
+        float32: bool = False,
+    ) -> torch.Tensor:
+        x, halves, experts = self._rows(x), 1 if glu is None else 2, routing.num_experts
+        weights = self.wide.view(halves, experts, -1, self.wide.shape[1])
+        y = x.new_empty(len(routing.order), len(self.wide) // experts)
+        repeats = len(y) // len(x)
+        for expert, (start, end) in enumerate(itertools.pairwise(routing.starts.tolist())):
+            if start < end:
+                pairs, own = routing.order[start:end], weights[:, expert].flatten(0, 1)
+                biases = None if bias is None else bias.view(halves, experts, -1)[:, expert].flatten()
+                y[pairs] = F.linear(x[pairs // repeats], own, biases)
+        if glu is not None:
+            y = _gated(y, glu)
+        return y.float() if float32 else y
+
+    def embedding(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.wide[token_ids]
+
+    def _rows(self, x: Rows) -> torch.Tensor:
+        """Rounded, if they are to be, as numbers without scales."""
+        if isinstance(x, torch.Tensor):
+            if self.rounding is None:
+                return x
+            x = rounded_rows(x, self.rounding)
+        values, scales = x
+        return (values.view(len(values), scales.shape[1], -1) * scales[:, :, None]).flatten(1).to(self.wide.dtype)
 
 
 class ReferenceOps(SharedOps):
@@ -24,21 +74,8 @@ class ReferenceOps(SharedOps):
     def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
         return 1 << 30  # one tile per sequence: tiles are not used here
 
-    def prepare(self, weight: torch.Tensor, *, gated: bool = False, experts: int = 0) -> torch.Tensor:
-        return weight
-
-    def embedding(self, weight: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        return weight[token_ids]
-
-    def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, float32: bool = False
-    ) -> torch.Tensor:
-        y = F.linear(x, weight, bias)
-        return y.float() if float32 else y
-
-    def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        gate, up = self.linear(x, weight, bias).chunk(2, dim=-1)
-        return F.silu(gate) * up
+    def prepare(self, weight: torch.Tensor, *, gated: bool = False, experts: int = 0) -> Weight:
+        return ReferenceWeight(weight, gated, dense=weight)
 
     def prepare_codes(
         self,
@@ -48,23 +85,10 @@ class ReferenceOps(SharedOps):
         gated: bool = False,
         experts: int = 0,
         exact: bool = True,
-        rows: RowType | None = None,
+        rows: RowRounding | None = None,
         coarse: bool = False,
-    ) -> tuple[Codes, torch.dtype]:
-        return codes, dtype
-
-    def codes_linear(
-        self,
-        x: torch.Tensor,
-        weight: tuple[Codes, torch.dtype],
-        bias: torch.Tensor | None = None,
-        *,
-        gated: bool = False,
-        float32: bool = False,
-        row_scales: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        x, wide = _widened(x, weight, row_scales)
-        return self.gated_linear(x, wide, bias) if gated else self.linear(x, wide, bias, float32=float32)
+    ) -> Weight:
+        return ReferenceWeight(dequantize(codes, dtype), gated, rows)
 
     def route(self, logits: torch.Tensor, count: int, *, chosen: bool) -> Routing:
         ids = logits.argsort(dim=1, descending=True, stable=True)[:, :count]
@@ -76,45 +100,10 @@ class ReferenceOps(SharedOps):
         starts = torch.searchsorted(by_expert.values, firsts, out_int32=True)
         return Routing(ids.int(), weights, by_expert.indices.int(), starts)
 
-    def expert_linear(
-        self,
-        x: torch.Tensor,
-        weight: Any,
-        routing: Routing,
-        bias: torch.Tensor | None = None,
-        *,
-        glu: GLU | None = None,
-        float32: bool = False,
-        row_scales: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if isinstance(weight, tuple):
-            x, weight = _widened(x, weight, row_scales)
-        halves, experts = 1 if glu is None else 2, routing.num_experts
-        weights = weight.view(halves, experts, -1, weight.shape[1])
-        y = x.new_empty(len(routing.order), len(weight) // experts)
-        repeats = len(y) // len(x)
-        for expert, (start, end) in enumerate(itertools.pairwise(routing.starts.tolist())):
-            if start < end:
-                pairs, own = routing.order[start:end], weights[:, expert].flatten(0, 1)
-                biases = None if bias is None else bias.view(halves, experts, -1)[:, expert].flatten()
-                y[pairs] = F.linear(x[pairs // repeats], own, biases)
-        if glu is not None:
-            y = _gated(y, glu)
-        return y.float() if float32 else y
-
     def combine(self, x: torch.Tensor, routing: Routing, *, float32: bool = False) -> torch.Tensor:
         weighted = x.view(*routing.weights.shape, -1).float() * routing.weights[:, :, None]
         total = functools.reduce(torch.add, weighted.unbind(1))
         return total if float32 else total.to(x.dtype)
-
-    def round_rows(
-        self, x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None, weight: object = None
-    ) -> RoundedRows:
-        return RoundedRows(*rounded_rows(x, group, kind, stored))
-
-    def codes_embedding(self, weight: tuple[Codes, torch.dtype], token_ids: torch.Tensor) -> torch.Tensor:
-        codes, dtype = weight
-        return dequantize(codes.rows(token_ids), dtype)
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
@@ -171,16 +160,6 @@ class ReferenceOps(SharedOps):
             k, v = (_gather(cache, table, length)[:, heads.first_position :] for cache in (k_cache, v_cache))
             out[rows] = _attend(q[rows], k, v, heads, sinks)
         return out.flatten(1)
-
-
-def _widened(
-    x: torch.Tensor, weight: tuple[Codes, torch.dtype], row_scales: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and a weight as they are without scales and codes."""
-    codes, dtype = weight
-    if row_scales is not None:
-        x = (x.view(len(x), row_scales.shape[1], -1) * row_scales[:, :, None]).flatten(1).to(dtype)
-    return x, dequantize(codes, dtype)
 
 
 def _gated(y: torch.Tensor, glu: GLU) -> torch.Tensor:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ssd.kernels.ops import DeviceBatch, Rope, Rows
+from ssd.kernels.ops import DeviceBatch, Rope
+from ssd.kernels.weights import Rows
 from ssd.layers.kv_scales import LayerScales
 from ssd.layers.linear import ColumnLinear, RowLinear
 from ssd.layers.norm import RMSNorm

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from ssd.kernels.ops import ExpertOutputs
-from ssd.layers.formats import DENSE, Use
+from ssd.layers.formats import Use
 from ssd.layers.linear import ColumnLinear, Linear, RowLinear
 from ssd.layers.parameter import Build, Parameter
 from ssd.layers.spec import ExpertsSpec
@@ -25,9 +25,7 @@ class Router(Linear):
         return slice(None), slice(None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.format is DENSE:
-            return self.ops.router(x, self.weight, self.bias)
-        return self._product(x, self.bias, float32=True)
+        return self.weight.router(x, self.bias)
 
 
 class Experts:
@@ -52,10 +50,9 @@ class Experts:
         """Ranks add up what they have; without them, the norm that follows does."""
         spec, ops, wide = self.spec, self.ops, self.tp.group is not None
         routing = ops.route(self.router(x), spec.experts_per_token, chosen=spec.softmax_of_chosen)
-        first, last = self.gate_up, self.down
-        inner = first.format.expert_linear(ops, x, first.weight, first.bias, routing, glu=spec.glu, float32=False)
-        bias = last.bias if self.tp.rank == 0 else None
-        outputs = last.format.expert_linear(ops, inner, last.weight, bias, routing, glu=None, float32=wide)
+        inner = self.gate_up.weight.expert_linear(x, routing, self.gate_up.bias, glu=spec.glu)
+        bias = self.down.bias if self.tp.rank == 0 else None
+        outputs = self.down.weight.expert_linear(inner, routing, bias, float32=wide)
         if not wide:
             return ExpertOutputs(outputs, routing)
         return self.tp.sum(ops.combine(outputs, routing, float32=True), x.dtype)

@@ -1,7 +1,7 @@
 """Linear layers with tensor parallelism, whose weights are fused from the parts of a checkpoint.
 
 `ColumnLinear` splits the outputs over the ranks, `RowLinear` the inputs (and then adds up), `Embedding` the vocabulary.
-How a weight is stored and multiplied is its format's business (`ssd.layers.formats`). Whether a model can be split is
+How a weight is stored is its format's business (`ssd.layers.formats`). Whether a model can be split is
 checked before (`ssd.models.decoder.check_split`).
 """
 
@@ -10,12 +10,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from ssd.errors import UnsupportedModel
-from ssd.kernels.ops import Rows
+from ssd.kernels.weights import Rows, Weight
 from ssd.layers.formats import DENSE, Use
 from ssd.layers.formats.coded import Mixed
 from ssd.layers.parameter import Build, LazyTensor, share_of
@@ -47,7 +46,7 @@ class Linear:
         self.formats = {part: build.format_of(part) for part in parts}
         first, *others = self.formats.values()
         self.format = first if all(other == first for other in others) else Mixed((first, *others))
-        self.weight: Any = None
+        self.weight: Weight = Weight()  # until it is complete
         self.bias: torch.Tensor | None = None
         self._device, self._dtype = build.device, build.dtype
         self._pending: dict[str, torch.Tensor] = {}
@@ -107,7 +106,7 @@ class Linear:
         return share
 
     def _product(self, x: Rows, bias: torch.Tensor | None, *, float32: bool = False) -> torch.Tensor:
-        return self.format.linear(self.ops, x, self.weight, bias, gated=self.use.gated, float32=float32)
+        return self.weight.linear(x, bias, float32=float32)
 
 
 class ColumnLinear(Linear):
@@ -164,10 +163,10 @@ class Embedding(Linear):
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.tp.group is None:
-            return self.format.embedding(self.ops, self.weight, token_ids)
+            return self.weight.embedding(token_ids)
         index = token_ids - self.tp.rank * self.rows
         mine = (index >= 0) & (index < self.rows)
-        x = self.format.embedding(self.ops, self.weight, index.clamp(0, self.rows - 1))
+        x = self.weight.embedding(index.clamp(0, self.rows - 1))
         return self.tp.sum(torch.where(mine[:, None], x, 0).float(), x.dtype)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ssd.kernels.ops import Rows
+from ssd.kernels.weights import Rows
 from ssd.layers.formats import Use
 from ssd.layers.linear import ColumnLinear, RowLinear
 from ssd.layers.parameter import Build, Parameter

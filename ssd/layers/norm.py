@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ssd.kernels.ops import ExpertOutputs, Rows
+from ssd.kernels.ops import ExpertOutputs
+from ssd.kernels.weights import Rows
 from ssd.layers.linear import Linear
 from ssd.layers.parameter import Build, LazyTensor
 
@@ -13,7 +14,7 @@ class RMSNorm:
     """A norm with one weight per column; every rank has all of it.
 
     `float32`: its product is rounded once, after it; else the normalised numbers are rounded before it, too. `feeds`:
-    the only layer that reads what is normed, whose format may round it in the same kernel.
+    the only layer that reads what is normed, whose weight may round it in the same kernel.
     """
 
     def __init__(
@@ -48,8 +49,8 @@ class RMSNorm:
 
     def rows(self, x: torch.Tensor | ExpertOutputs, residual: torch.Tensor | None) -> Rows:
         """Likewise, as the layer that it feeds takes them."""
-        rounding = None if self._feeds is None else self._feeds.format.rounding(self._feeds.weight)
-        if rounding is None:
+        norm_and_round = None if self._feeds is None else self._feeds.weight.norm_and_round
+        if norm_and_round is None:
             return self(x, residual)
         x = self._ops.combine(*x) if isinstance(x, ExpertOutputs) else x
-        return self._ops.rms_norm_and_round(x, self.weight, self.eps, residual, *rounding)
+        return norm_and_round(x, self.weight, self.eps, residual)

@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ssd.kernels.ops import GLU, SWIGLU, HeadShape
+from ssd.kernels.ops import HeadShape
+from ssd.kernels.weights import GLU, SWIGLU
 
 if TYPE_CHECKING:
     import torch

@@ -19,8 +19,9 @@ import torch
 from ssd.errors import ConfigError, UnsupportedModel
 from ssd.kernels.cpu.ops import CpuOps
 from ssd.kernels.cpu.recording import Recordings
-from ssd.kernels.ops import DeviceBatch, ExpertOutputs, HeadShape, Rows
+from ssd.kernels.ops import DeviceBatch, ExpertOutputs, HeadShape
 from ssd.kernels.reference import ReferenceOps
+from ssd.kernels.weights import Rows
 from ssd.layers.attention import Attention, LayerKV
 from ssd.layers.experts import Experts
 from ssd.layers.formats import DENSE, FormatOf, dense

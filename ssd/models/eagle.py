@@ -20,6 +20,7 @@ import torch
 
 from ssd.errors import ConfigError, UnsupportedModel
 from ssd.kernels.ops import DeviceBatch
+from ssd.kernels.weights import Weight
 from ssd.layers.formats import FormatOf, dense
 from ssd.layers.linear import ColumnLinear, Embedding
 from ssd.layers.norm import RMSNorm
@@ -151,7 +152,7 @@ class EagleHead(Decoder):
         ids = torch.arange(self.config.vocab_size, dtype=torch.int32, device=self.device)
         chunks = torch.split(ids, _CHUNK)
         if all(torch.equal(self._own.embed(chunk), shared.embed(chunk)) for chunk in chunks):
-            self.embedding, self._own.weight = shared, None
+            self.embedding, self._own.weight = shared, Weight()
 
     def map_tokens(self, target_ids: torch.Tensor | None) -> None:
         """`target_ids`: the target's ids of the draft vocabulary; None: they are the same."""

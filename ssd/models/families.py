@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ssd.errors import UnsupportedModel
-from ssd.kernels.ops import GLU
+from ssd.kernels.weights import GLU
 from ssd.layers.spec import ExpertNames, ExpertsSpec, RopeConfig
 from ssd.models.config import DecoderConfig, equal_layers
 from ssd.models.fields import (

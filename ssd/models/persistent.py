@@ -63,7 +63,7 @@ def _accept(decoder: Decoder) -> None:
 
 
 def _weight(linear: Linear) -> Any:
-    return linear.format.dense(linear.weight)
+    return linear.weight.dense
 
 
 def _build(decoder: Decoder, kv: KVCache) -> PersistentStep:

@@ -16,9 +16,10 @@ from fakes import wait_until_idle
 
 from ssd import LLM, SamplingParams
 from ssd.kernels.codes import Codes, CodeType, bits_of, dequantize
-from ssd.kernels.ops import GLU, SWIGLU, ExpertOutputs, Routing
+from ssd.kernels.ops import ExpertOutputs
 from ssd.kernels.reference import ReferenceOps
 from ssd.kernels.triton.ops import TritonOps
+from ssd.kernels.weights import GLU, SWIGLU, Routing, Weight
 from ssd.prompts import load_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_memory(10)]
@@ -44,10 +45,10 @@ class Layer:
         torch.manual_seed(0)
         self.gate_up = self._weight(2 * self.inner, self.hidden, True, code, group)
         self.down = self._weight(self.hidden, self.inner, False, code, group)
-        self.router = torch.randn(self.experts, self.hidden, device=CUDA).bfloat16() / 32
+        self.router = self.ops.prepare(torch.randn(self.experts, self.hidden, device=CUDA).bfloat16() / 32)
         self.bias = torch.randn(self.experts * 2 * self.inner, device=CUDA).bfloat16() / 4
 
-    def _weight(self, rows: int, depth: int, gated: bool, code: CodeType | None, group: int) -> Any:
+    def _weight(self, rows: int, depth: int, gated: bool, code: CodeType | None, group: int) -> Weight:
         total = self.experts * rows
         if code is None:
             self.wide = (torch.randn(total, depth, device=CUDA) * depth**-0.5).bfloat16()
@@ -62,12 +63,12 @@ class Layer:
         return self.ops.prepare_codes(codes, torch.bfloat16, gated=gated, experts=self.experts)
 
     def route(self, x: torch.Tensor) -> Routing:
-        return self.ops.route(self.ops.router(x, self.router, None), self.per_row, chosen=True)
+        return self.ops.route(self.router.router(x), self.per_row, chosen=True)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         routing = self.route(x)
-        inner = self.ops.expert_linear(x, self.gate_up, routing, self.bias, glu=self.glu)
-        outputs = self.ops.expert_linear(inner, self.down, routing)
+        inner = self.gate_up.expert_linear(x, routing, self.bias, glu=self.glu)
+        outputs = self.down.expert_linear(inner, routing)
         return routing.weights, inner.view(len(x), -1), self.ops.combine(outputs, routing)
 
 
@@ -93,8 +94,8 @@ def test_products_equal_plain_torch(name: str, code: CodeType | None, group: int
     for rows in (1, 33, 700):
         inner = torch.randn(rows * layer.per_row, layer.inner, device=CUDA).bfloat16()
         routing = layer.route(torch.randn(rows, layer.hidden, device=CUDA).bfloat16())
-        found = layer.ops.expert_linear(inner, layer.down, routing, float32=True)
-        expected = reference.expert_linear(inner.float(), layer.wide.float(), routing)
+        found = layer.down.expert_linear(inner, routing, float32=True)
+        expected = reference.prepare(layer.wide.float()).expert_linear(inner.float(), routing)
         assert (found - expected).norm() < 5e-3 * expected.norm(), rows
 
 

@@ -53,8 +53,9 @@ def test_gates_have_our_bits() -> None:
     ops = TritonOps()
     x, weight = random(200, 1024, dtype=torch.bfloat16), random(2 * 1536, 1024, dtype=torch.bfloat16, seed=1)
     prepared = ops.prepare(weight, gated=True)
-    assert torch.equal(ops.gated_linear(x, prepared), linear(x, prepared, gated=True))
-    assert torch.equal(elementwise.silu_and_mul(linear(x, prepared)), linear(x, prepared, gated=True))
+    expected = linear(x, prepared.dense, gated=True)
+    assert torch.equal(prepared.linear(x), expected)
+    assert torch.equal(elementwise.silu_and_mul(linear(x, prepared.dense)), expected)
 
 
 def test_other_bits_are_noticed_and_not_used(

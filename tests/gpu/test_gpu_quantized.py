@@ -16,11 +16,12 @@ from stored_codes import CODES, some_codes
 
 from ssd import LLM, SamplingParams
 from ssd.kernels.codes import Format, dequantize, quantize, rounded_rows
-from ssd.kernels.cuda.fp8_linear import Fp8Weight
 from ssd.kernels.triton import elementwise, row_codes
 from ssd.kernels.triton.codes_linear import codes_linear
 from ssd.kernels.triton.ops import TritonOps
 from ssd.kernels.triton.packing import pack
+from ssd.kernels.triton.weights import Fp8Weight
+from ssd.kernels.weights import RoundedRows, RowRounding, Rows
 from ssd.prompts import load_prompts
 
 pytestmark = pytest.mark.gpu
@@ -46,7 +47,7 @@ def test_products_of_any_number_of_rows(columns: int, depth: int, dtype: torch.d
         assert (found - expected).norm() < 2e-3 * expected.norm(), rows
         gate, up = expected.chunk(2, dim=1)
         expected = torch.nn.functional.silu(gate) * up
-        assert (ops.codes_linear(x, gated, gated=True).float() - expected).norm() < 1e-2 * expected.norm(), rows
+        assert (gated.linear(x).float() - expected).norm() < 1e-2 * expected.norm(), rows
 
 
 SIZES = ((6144, 4096), (4096, 14336), (28672, 4096), (2048, 4096), (1000, 512))
@@ -63,23 +64,20 @@ def test_a_row_has_the_same_bits_in_any_company(case: int, scaled: bool) -> None
     gated = ops.prepare_codes(codes, torch.bfloat16, gated=True)
     plain = ops.prepare_codes(codes, torch.bfloat16)
     x = torch.randn(2500, depth, device=device).to(torch.bfloat16)
-    scales = None
-    if scaled:
-        x, scales = rounded_rows(x, group or None)
+    rounded = rounded_rows(x, RowRounding(group=group or None)) if scaled else None
+
+    def chosen(index: Any) -> Rows:
+        return x[index] if rounded is None else RoundedRows(rounded.values[index], rounded.scales[index])
+
     wanted = [7, 0, 900, 2499]
-    alone = [
-        [ops.codes_linear(x[i : i + 1], weight, gated=both, row_scales=None if scales is None else scales[i : i + 1])[0]
-         for i in wanted]
-        for weight, both in ((plain, False), (gated, True))
-    ]  # fmt: skip
+    alone = [[weight.linear(chosen([i]))[0] for i in wanted] for weight in (plain, gated)]
     for rows in (2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 200, 256, 257, 512, 1000, 2500):
         index = torch.randperm(2500, device=device)[:rows]
         index[: len(wanted)] = torch.tensor(wanted, device=device)[:rows]
-        chosen = None if scales is None else scales[index]
-        for (weight, both), each in zip(((plain, False), (gated, True)), alone, strict=True):
-            found = ops.codes_linear(x[index], weight, gated=both, row_scales=chosen)
+        for weight, each in zip((plain, gated), alone, strict=True):
+            found = weight.linear(chosen(index))
             for place in range(min(rows, len(wanted))):
-                assert torch.equal(found[place], each[place]), (rows, both, place)
+                assert torch.equal(found[place], each[place]), (rows, weight is gated, place)
 
 
 @pytest.mark.parametrize("depth", [576, 4096, 5120, 8192, 14336])
@@ -90,7 +88,7 @@ def test_a_norm_that_rounds_has_the_bits_of_a_norm_and_a_rounding(depth: int) ->
     x, other, size = (torch.randn(shape, device=device).bfloat16() for shape in ((70, depth), (70, depth), (depth,)))
     for residual in (None, other):
         normed = ops.rms_norm(x, size, 1e-5, None if residual is None else residual.clone())
-        expected, wanted = row_codes.rounded_rows(normed, None, "fp8", None, narrow=True)
+        expected, wanted = row_codes.rounded_rows(normed, RowRounding(), narrow=True)
         found, scales = elementwise.rms_norm_and_round(x, size, 1e-5, None if residual is None else residual.clone())
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
         assert torch.equal(scales, wanted)
@@ -105,16 +103,17 @@ def test_rows_and_weights_in_fp8_have_the_same_bits_in_any_company(columns: int,
     ops, device = TritonOps(), torch.device("cuda")
     torch.manual_seed(0)
     wide = torch.randn(columns, depth, device=device) * depth**-0.5
-    weight = ops.prepare_codes(quantize(wide, "fp8"), torch.bfloat16, gated=gated, rows="fp8")
+    weight = ops.prepare_codes(quantize(wide, "fp8"), torch.bfloat16, gated=gated, rows=RowRounding())
     assert isinstance(weight, Fp8Weight)
     x, bias = torch.randn(1024, depth, device=device).bfloat16(), torch.randn(columns, device=device).bfloat16()
-    rows, scales = ops.round_rows(x, None, "fp8", None, weight)
+    rows = row_codes.rounded_rows(x, RowRounding(), narrow=True)
     for added in (None, bias):
-        whole = ops.codes_linear(rows, weight, added, gated=gated, row_scales=scales)
+        whole = weight.linear(rows, added)
+        assert torch.equal(weight.linear(x, added), whole)
         for count in (1, 7, 8, 16, 17, 32, 33, 64, 65, 128, 300, 1000):
-            found = ops.codes_linear(rows[-count:], weight, added, gated=gated, row_scales=scales[-count:])
+            found = weight.linear(RoundedRows(rows.values[-count:], rows.scales[-count:]), added)
             assert torch.equal(found, whole[-count:]), count
-    expected, found = x.float() @ wide.t(), ops.codes_linear(rows, weight, gated=gated, row_scales=scales)
+    expected, found = x.float() @ wide.t(), weight.linear(rows)
     if gated:
         gate, up = expected.chunk(2, 1)
         expected = torch.nn.functional.silu(gate) * up

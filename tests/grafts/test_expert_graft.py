@@ -23,8 +23,8 @@ from ssd.grafts.expert_graft import digits
 from ssd.grafts.export import write_graft
 from ssd.grafts.graft import GraftCheckpoint
 from ssd.grafts.shapes import SHAPES
-from ssd.kernels.ops import Routing
 from ssd.kernels.reference import ReferenceOps
+from ssd.kernels.weights import Routing
 from ssd.layers.formats.mxfp4 import MXFP4
 from ssd.layers.parameter import Build
 from ssd.layers.spec import ExpertsSpec

@@ -19,9 +19,10 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from ssd.kernels.codes import Codes, CodeType
-from ssd.kernels.ops import GLU, Branches, DeviceBatch, ExpertOutputs, HeadShape, Rope
+from ssd.kernels.ops import Branches, DeviceBatch, ExpertOutputs, HeadShape, Rope
 from ssd.kernels.triton import attention, elementwise, experts, features, linear, packing, row_codes
 from ssd.kernels.triton import codes_linear as codes_linear
+from ssd.kernels.weights import GLU, RowRounding
 
 META = torch.device("meta")
 HEADS = [HeadShape(32, 8, 128), HeadShape(14, 2, 64)]
@@ -190,7 +191,7 @@ def test_what_is_between_products(architecture: int, dtype: torch.dtype) -> None
         elementwise.rms_norm(hidden, hidden[0], 1e-5, hidden)
         if architecture >= 89:
             elementwise.rms_norm_and_round(hidden, hidden[0], 1e-5, hidden)
-            row_codes.rounded_rows(hidden, None, "fp8", None, narrow=True)
+            row_codes.rounded_rows(hidden, RowRounding(), narrow=True)
         elementwise.silu_and_mul(hidden)
         elementwise.add_parts(empty(4 * 4096, dtype=torch.float32), 4, dtype)
         angles = empty(512, dim // 2, dtype=torch.float32)

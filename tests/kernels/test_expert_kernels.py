@@ -11,9 +11,10 @@ from stored_codes import some_codes
 from test_quantized import CUDA, close, make_ops
 
 from ssd.kernels.codes import Codes, CodeType, dequantize
-from ssd.kernels.ops import GLU, SWIGLU, ExpertOutputs, Ops
+from ssd.kernels.ops import ExpertOutputs, Ops
 from ssd.kernels.reference import ReferenceOps
 from ssd.kernels.triton.packing import FP4_PLACES, pack, packed_rows, paired
+from ssd.kernels.weights import GLU, SWIGLU, Weight
 
 CLAMPED = GLU(1.702, 7.0, 1.0)
 KERNELS = ("plain", "c", "triton")
@@ -55,11 +56,11 @@ def test_a_router_s_logits(kind: str) -> None:
     for dtype in types:
         x, weight = torch.randn(19, 600, device=device).to(dtype), torch.randn(40, 600, device=device).to(dtype) / 25
         bias, prepared = torch.randn(40, device=device).to(dtype), ops.prepare(weight)
-        found = ops.route(ops.router(x, prepared, bias), 3, chosen=True)
+        found = ops.route(prepared.router(x, bias), 3, chosen=True)
         expected = ReferenceOps().route(x.float() @ weight.float().t() + bias.float(), 3, chosen=True)
         assert torch.equal(found.experts, expected.experts)
         close(found.weights, expected.weights, dtype)
-        alone = ops.route(ops.router(x[7:8], prepared, bias), 3, chosen=True)
+        alone = ops.route(prepared.router(x[7:8], bias), 3, chosen=True)
         assert kind == "plain" or torch.equal(alone.weights, found.weights[7:8])
 
 
@@ -131,23 +132,27 @@ def test_fp4_in_strips_has_the_bits_of_outputs_one_after_the_other() -> None:
     codes = some_codes("fp4", 5 * 16, 320, 32, offsets=False, device=device)
     routing, x = ops.route(torch.randn(9, 5, device=device), 2, chosen=True), torch.randn(9, 320, device=device)
     for dtype in types:
-        weights = [ops.prepare_codes(codes, dtype, experts=5), pack(codes, dtype, strips=False)]
-        assert [weight.strips for weight in weights] == [True, False]
-        found, expected = (ops.expert_linear(x.to(dtype), weight, routing) for weight in weights)
+        one = ops.prepare_codes(codes, dtype, experts=5)
+        other = replace(one, packed=pack(codes, dtype, strips=False))
+        assert (one.packed.strips, other.packed.strips) == (True, False)
+        found, expected = (weight.expert_linear(x.to(dtype), routing) for weight in (one, other))
         assert torch.equal(found, expected)
 
 
-def expert_weights(ops: Ops, code: CodeType | None, device: torch.device, dtype: torch.dtype) -> tuple[object, ...]:
+def expert_weights(ops: Ops, code: CodeType | None, device: torch.device, dtype: torch.dtype) -> tuple[Weight, ...]:
     """Gated and plain weights of 5 experts, as `ops` has them and as plain torch has them."""
-    made = []
+    made, reference = [], ReferenceOps()
     for columns, depth, gated in ((2 * 22, 96, True), (38, 32, False)):
         weight: torch.Tensor | Codes
         if code is None:
             weight = torch.randn(5 * columns, depth, device=device).to(dtype)
-            made += [ops.prepare(weight, gated=gated, experts=5), weight.float()]
+            made += [ops.prepare(weight, gated=gated, experts=5), reference.prepare(weight.float())]
         else:
             codes = some_codes(code, 5 * columns, depth, 32, offsets=code == "uint4", device=device)
-            made += [ops.prepare_codes(codes, dtype, gated=gated, experts=5), (codes, torch.float32)]
+            made += [
+                ops.prepare_codes(codes, dtype, gated=gated, experts=5),
+                reference.prepare_codes(codes, torch.float32),
+            ]
     return tuple(made)
 
 
@@ -175,14 +180,14 @@ def test_products_and_their_weighted_sums(kind: str, code: CodeType | None, glu:
             routing = ops.route(logits, 2, chosen=True)
             x = (3 * torch.randn(rows, 104, device=device)).to(dtype)[:, :96]
             bias, last = (torch.randn(5 * n, device=device).to(dtype) for n in (44, 38))
-            inner = ops.expert_linear(x, gated, routing, bias, glu=glu)
-            expected = reference.expert_linear(x.float(), wide_gated, routing, bias.float(), glu=glu)
+            inner = gated.expert_linear(x, routing, bias, glu=glu)
+            expected = wide_gated.expert_linear(x.float(), routing, bias.float(), glu=glu)
             close(inner, expected, dtype)
             inner = torch.randn(2 * rows, 32, device=device).to(dtype)
-            outputs = ops.expert_linear(inner, plain, routing, last)
-            expected = reference.expert_linear(inner.float(), wide_plain, routing, last.float())
+            outputs = plain.expert_linear(inner, routing, last)
+            expected = wide_plain.expert_linear(inner.float(), routing, last.float())
             close(outputs, expected, dtype)
-            assert ops.expert_linear(inner, plain, routing, float32=True).dtype is torch.float32
+            assert plain.expert_linear(inner, routing, float32=True).dtype is torch.float32
             total = ops.combine(outputs, routing, float32=True)
             close(total, reference.combine(outputs, routing, float32=True), torch.float32)
             assert torch.equal(ops.combine(outputs, routing), total.to(dtype))
@@ -211,11 +216,11 @@ def test_a_row_has_the_same_bits_in_any_company(kind: str, code: CodeType | None
     torch.manual_seed(0)
     logits, x, inner = (torch.randn(*size, device=device) for size in ((70, 5), (70, 96), (140, 32)))
 
-    def results(index: torch.Tensor, gated: object, plain: object, dtype: torch.dtype) -> list[torch.Tensor]:
+    def results(index: torch.Tensor, gated: Weight, plain: Weight, dtype: torch.dtype) -> list[torch.Tensor]:
         routing = ops.route(logits[index], 2, chosen=False)
-        first = ops.expert_linear(x[index].to(dtype), gated, routing, glu=SWIGLU)
+        first = gated.expert_linear(x[index].to(dtype), routing, glu=SWIGLU)
         pairs = (2 * index[:, None] + torch.arange(2, device=device)).flatten()
-        second = ops.expert_linear(inner[pairs].to(dtype), plain, routing)
+        second = plain.expert_linear(inner[pairs].to(dtype), routing)
         return [first.view(len(index), -1), ops.combine(second, routing)]
 
     for dtype in types:

@@ -12,10 +12,10 @@ from stored_codes import some_codes
 
 from ssd.kernels.codes import Codes, dequantize
 from ssd.kernels.cuda import expert_rows as kernel
-from ssd.kernels.ops import GLU, Routing
 from ssd.kernels.reference import ReferenceOps
 from ssd.kernels.triton.experts import route
 from ssd.kernels.triton.packing import PackedCodes, in_strips, pack, packed_rows, paired
+from ssd.kernels.weights import GLU, Routing
 from tests.kernels.emulation import COMPILER, addresses, constant, emulated_kernel
 
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def test_products(rows: int, depth: int, tiles: int, halves: int, glu: GLU | Non
     weight = dequantize(codes, torch.float32)
     if glu is not None:  # gate and up rows in turns
         codes = codes.rows(torch.stack(torch.arange(len(weight)).chunk(2), dim=1).flatten())
-    expected = ReferenceOps().expert_linear(x.float(), weight, routing, bias.float(), glu=glu)
+    expected = ReferenceOps().prepare(weight).expert_linear(x.float(), routing, bias.float(), glu=glu)
     found = emulated(x, as_on_a_gpu(codes), routing, bias, tiles=tiles, halves=halves, glu=glu)
     assert (found - expected).norm() < 1e-5 * expected.norm()
 

@@ -71,18 +71,22 @@ class Emulated:
         rows = []
         for layer, caches in zip(decoder.layers, kv, strict=True):
             attention, mlp = layer.attention, layer.mlp
-            gate, up = mlp.gate_up.weight.chunk(2)
-            weights = (attention.qkv.weight, attention.output.weight, torch.stack((gate, up), dim=1).flatten(0, 1))
+            gate, up = mlp.gate_up.weight.dense.chunk(2)
+            weights = (
+                attention.qkv.weight.dense,
+                attention.output.weight.dense,
+                torch.stack((gate, up), dim=1).flatten(0, 1),
+            )
             norms = (attention.rope.q_norm, attention.rope.k_norm)
             vectors = (layer.input_norm.weight, layer.mlp_norm.weight, *norms, attention.qkv.bias)
-            rows.append([at(tensor) or 0 for tensor in (*weights, mlp.down.weight, *vectors, *caches)])
+            rows.append([at(tensor) or 0 for tensor in (*weights, mlp.down.weight.dense, *vectors, *caches)])
         count = len(batch.token_ids) if batch.logit_rows is None else len(batch.logit_rows)
         logits = torch.zeros((count, self.config.vocab_size), dtype=torch.float32, device=CPU)
         [(cos, sin)] = decoder.rope_tables.values()
         params = kernel.Params(
             layers=at(torch.tensor(rows, dtype=torch.int64, device=CPU)),
-            **{"embedding": at(decoder.embedding.weight), "norm": at(decoder.norm.weight)},
-            **{"head": at(decoder.head.weight), "cos": cos.data_ptr(), "sin": sin.data_ptr()},
+            **{"embedding": at(decoder.embedding.weight.dense), "norm": at(decoder.norm.weight)},
+            **{"head": at(decoder.head.weight.dense), "cos": cos.data_ptr(), "sin": sin.data_ptr()},
             **{"token_ids": at(batch.token_ids), "positions": at(batch.positions), "slots": at(batch.slot_mapping)},
             **{"query_start": at(batch.query_start), "tables": at(batch.block_tables), "tiles": at(batch.tiles)},
             **{"table_rows": at(batch.table_rows), "logit_rows": at(batch.logit_rows), "logits": logits.data_ptr()},

@@ -47,9 +47,10 @@ def test_linear(ops: triton_ops.TritonOps, dtype: torch.dtype, rows: int, column
     reference = ReferenceOps()
     x, w = randn(rows, depth, dtype=dtype), randn(columns, depth, dtype=dtype)
     bias = randn(columns, dtype=dtype)
-    close(ops.linear(x, w), reference.linear(x, w), dtype)
-    close(ops.linear(x, w, bias), reference.linear(x, w, bias), dtype)
-    wide = ops.linear(x, w, float32=True)
+    ours, theirs = ops.prepare(w), reference.prepare(w)
+    close(ours.linear(x), theirs.linear(x), dtype)
+    close(ours.linear(x, bias), theirs.linear(x, bias), dtype)
+    wide = ours.linear(x, float32=True)
     assert wide.dtype is torch.float32
     close(wide, x.float() @ w.float().t(), dtype)
 
@@ -58,9 +59,9 @@ def test_linear(ops: triton_ops.TritonOps, dtype: torch.dtype, rows: int, column
 @pytest.mark.parametrize("rows", [1, 20])
 def test_gated_linear(ops: triton_ops.TritonOps, dtype: torch.dtype, rows: int) -> None:
     x, w, bias = randn(rows, 96, dtype=dtype), randn(2 * 44, 96, dtype=dtype), randn(2 * 44, dtype=dtype)
-    prepared = ops.prepare(w, gated=True)
-    close(ops.gated_linear(x, prepared), ReferenceOps().gated_linear(x, w), dtype)
-    close(ops.gated_linear(x, prepared, bias), ReferenceOps().gated_linear(x, w, bias), dtype)
+    ours, theirs = ops.prepare(w, gated=True), ReferenceOps().prepare(w, gated=True)
+    close(ours.linear(x), theirs.linear(x), dtype)
+    close(ours.linear(x, bias), theirs.linear(x, bias), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -258,12 +259,13 @@ def test_noise_is_the_same_function() -> None:
 def test_linear_rows_keep_their_bits(ops: triton_ops.TritonOps, columns: int, depth: int) -> None:
     """Exactness on the GPU rests on this: whatever the number of rows (and so the tile), a row's bits stay."""
     x, w = randn(600, depth, dtype=torch.bfloat16), randn(columns, depth, dtype=torch.bfloat16)
-    whole, gated, wide = ops.linear(x, w), ops.gated_linear(x, w), ops.linear(x, w, float32=True)
+    plain, both = ops.prepare(w), ops.prepare(w, gated=True)
+    whole, gated, wide = plain.linear(x), both.linear(x), plain.linear(x, float32=True)
     for rows in (1, 2, 7, 16, 17, 32, 33, 64, 65, 100, 128, 129, 256, 300):
-        assert torch.equal(ops.linear(x[:rows], w), whole[:rows]), f"{rows} rows"
-        assert torch.equal(ops.linear(x[-rows:], w), whole[-rows:]), f"last {rows} rows"
-        assert torch.equal(ops.gated_linear(x[:rows], w), gated[:rows]), f"gated, {rows} rows"
-        assert torch.equal(ops.linear(x[:rows], w, float32=True), wide[:rows]), f"float32 sums, {rows} rows"
+        assert torch.equal(plain.linear(x[:rows]), whole[:rows]), f"{rows} rows"
+        assert torch.equal(plain.linear(x[-rows:]), whole[-rows:]), f"last {rows} rows"
+        assert torch.equal(both.linear(x[:rows]), gated[:rows]), f"gated, {rows} rows"
+        assert torch.equal(plain.linear(x[:rows], float32=True), wide[:rows]), f"float32 sums, {rows} rows"
 
 
 @gpu

@@ -12,8 +12,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
 from ssd.kernels.cpu.ops import CpuOps
-from ssd.kernels.ops import GLU, ExpertOutputs, Ops
+from ssd.kernels.ops import ExpertOutputs, Ops
 from ssd.kernels.reference import ReferenceOps
+from ssd.kernels.weights import GLU
 from ssd.layers.experts import Experts
 from ssd.layers.formats import FormatOf, dense
 from ssd.layers.formats.rounded import rounded

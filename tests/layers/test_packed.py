@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from ssd.kernels.reference import ReferenceOps
-from ssd.layers.formats.coded import Activations
+from ssd.kernels.weights import RoundedRows, Weight
+from ssd.layers.formats.coded import Activations, OrderedWeight
 from ssd.layers.formats.compressed_tensors import PackedRows
 from ssd.layers.formats.gptq import GPTQ
 from ssd.layers.linear import ColumnLinear
@@ -20,6 +23,13 @@ def some_words(*shape: int) -> torch.Tensor:
     return torch.randint(-(1 << 31), (1 << 31) - 1, shape, dtype=torch.int32)
 
 
+class RoundsInTheNorm(Weight):
+    """Stands for a GPU's weight that one kernel norms and rounds rows for."""
+
+    def norm_and_round(self, x: torch.Tensor, *rest: object) -> RoundedRows:  # type: ignore[override]
+        return RoundedRows(x, torch.ones(len(x), 1))
+
+
 @pytest.mark.parametrize("ordered", [False, True])
 def test_rows_that_a_norm_rounds_are_in_the_order_that_the_weight_takes(ordered: bool) -> None:
     """Catches a norm that rounds the input of a weight with act-order: rounded rows are multiplied as they are, so each
@@ -31,16 +41,17 @@ def test_rows_that_a_norm_rounds_are_in_the_order_that_the_weight_takes(ordered:
         "weight_scale": torch.rand(ROWS, DEPTH // GROUP),
         "weight_g_idx": groups.flip(0) if ordered else groups,
     }
-    form = PackedRows("int4", GROUP, frozenset(stored), Activations("int8"))
-    build = Build(ReferenceOps(), torch.device("cpu"), torch.float32, format_of=lambda name: form)
+    form, ops = PackedRows("int4", GROUP, frozenset(stored), Activations("int8")), ReferenceOps()
+    build = Build(ops, torch.device("cpu"), torch.float32, format_of=lambda name: form)
     linear = ColumnLinear(build, {"up_proj": ROWS}, DEPTH)
     for name, tensor in stored.items():
         linear.load(f"up_proj.{name}", tensor)
     norm, x = RMSNorm(build, "norm", DEPTH, 1e-5, feeds=linear), torch.randn(3, DEPTH)
     norm.load("norm.weight", torch.rand(DEPTH))
-    rows = norm.rows(x, None)
-    assert torch.equal(linear(rows), linear(norm(x)))
-    assert isinstance(rows, torch.Tensor) == ordered
+    assert torch.equal(linear(norm.rows(x, None)), linear(norm(x)))
+    prepared = RoundsInTheNorm()
+    linear.weight = replace(linear.weight, weight=prepared) if isinstance(linear.weight, OrderedWeight) else prepared
+    assert isinstance(norm.rows(x, None), torch.Tensor) == ordered
 
 
 @pytest.mark.parametrize(("kind", "highest"), [("int4", 15), ("int8", 255)])

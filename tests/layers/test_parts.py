@@ -100,8 +100,7 @@ def test_a_weight_in_two_formats_is_rounded_for_few_rows_only(gated: bool) -> No
     both, codes, ops, use = rounded("int8+bf16")(""), rounded("int8")(""), ReferenceOps(), Use(gated=gated)
 
     def product(form: WeightFormat, rows: int) -> torch.Tensor:
-        weight = form.prepare(stored, ops, torch.float32, use)
-        return form.linear(ops, x[:rows], weight, None, gated=gated, float32=False)
+        return form.prepare(stored, ops, torch.float32, use).linear(x[:rows])
 
     assert torch.equal(product(both, 32), product(codes, 32))
     assert torch.equal(product(both, 33), product(DENSE, 33))
@@ -149,8 +148,8 @@ def test_a_rank_loads_its_share_of_every_part(rank: int) -> None:
     half = Decoder(MIXED, build, max_positions=64)
     half.load((name, weight * 6) for name, weight in RandomCheckpoint(MIXED).weights(CPU, torch.float32))
     for ours, theirs in zip(half.layers, whole.layers, strict=True):
-        gate_up, down = theirs.mlp.gate_up.weight.chunk(2), theirs.mlp.down.weight
-        assert torch.equal(ours.mlp.gate_up.weight, torch.cat([each.chunk(2)[rank] for each in gate_up]))
-        assert torch.equal(ours.mlp.down.weight, down.chunk(2, dim=1)[rank])
-        q, k, v = theirs.attention.qkv.weight.split([64, 32, 32])
-        assert torch.equal(ours.attention.qkv.weight, torch.cat([each.chunk(2)[rank] for each in (q, k, v)]))
+        gate_up, down = theirs.mlp.gate_up.weight.dense.chunk(2), theirs.mlp.down.weight.dense
+        assert torch.equal(ours.mlp.gate_up.weight.dense, torch.cat([each.chunk(2)[rank] for each in gate_up]))
+        assert torch.equal(ours.mlp.down.weight.dense, down.chunk(2, dim=1)[rank])
+        q, k, v = theirs.attention.qkv.weight.dense.split([64, 32, 32])
+        assert torch.equal(ours.attention.qkv.weight.dense, torch.cat([each.chunk(2)[rank] for each in (q, k, v)]))

@@ -10,7 +10,7 @@ import torch
 from random_weights import RandomCheckpoint
 
 from ssd.errors import ConfigError
-from ssd.kernels.codes import Format, dequantize
+from ssd.kernels.codes import Format
 from ssd.kernels.reference import ReferenceOps
 from ssd.layers.formats import DENSE, Use, WeightFormat
 from ssd.layers.formats.rounded import Rounded, rounded
@@ -25,8 +25,7 @@ CPU = torch.device("cpu")
 def widened(form: WeightFormat, weight: torch.Tensor, columns: slice) -> torch.Tensor:
     """What a rank's codes of the weight stand for."""
     stored = {"weight": weight[form.share("weight", slice(None), columns)]}
-    codes, _ = form.prepare([stored], ReferenceOps(), torch.float32, Use(columns=columns)).codes
-    return dequantize(codes, torch.float32)
+    return form.prepare([stored], ReferenceOps(), torch.float32, Use(columns=columns)).codes.wide
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

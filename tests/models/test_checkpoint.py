@@ -17,7 +17,7 @@ import torch
 
 from ssd.assembly.open import open_checkpoint
 from ssd.errors import ModelNotFound, SSDError, UnsupportedModel
-from ssd.kernels.ops import GLU
+from ssd.kernels.weights import GLU
 from ssd.layers.spec import AttentionSpec, ExpertNames, ExpertsSpec, RopeConfig
 from ssd.models.checkpoint import all_weights
 from ssd.models.families import decoder_config, gpt_oss

@@ -19,6 +19,7 @@ from ssd.errors import ConfigError, UnsupportedModel
 from ssd.kernels.codes import dequantize, rounded_rows
 from ssd.kernels.cpu import library
 from ssd.kernels.device import kernels
+from ssd.kernels.weights import RowRounding
 from ssd.layers.formats.gguf import BLOCKS, Blocks
 from ssd.layers.parameter import Build
 from ssd.models.checkpoint import all_weights
@@ -67,7 +68,7 @@ def test_products_on_a_cpu_take_rows_of_8_bits(kind: str) -> None:
     blocks = torch.from_numpy(random_blocks(kind, 70, 512, sizes=SIZES.get(kind, (0.01, -0.07))))
     codes, x = BLOCKS[kind].codes({"weight": blocks}), torch.randn(21, 512)
     packed, wide = loaded.pack_codes(codes, torch.float32, coarse=True), dequantize(codes, torch.float32)
-    integers, scales = rounded_rows(x, codes.group, "int8")
+    integers, scales = rounded_rows(x, RowRounding("int8", codes.group))
     rows = integers.view(21, -1, codes.group).double() * scales[:, :, None].double()
     found, expected = loaded.linear(x, packed), rows.flatten(1) @ wide.double().T
     assert (found - expected).norm() < 1e-6 * expected.norm()

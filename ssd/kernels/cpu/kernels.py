@@ -26,7 +26,8 @@ from ssd.kernels.codes import Codes, CodeType, bits_of, doubled_fp4
 from ssd.kernels.cpu import recording
 from ssd.kernels.cpu.build import BuildError
 from ssd.kernels.cpu.threads import num_threads
-from ssd.kernels.ops import GLU, SWIGLU, UNSCALED, KVScales, Routing
+from ssd.kernels.ops import UNSCALED, KVScales
+from ssd.kernels.weights import GLU, SWIGLU, Routing
 
 _CPU = torch.device("cpu")  # every tensor states its dtype and device: torch's defaults are the user's
 _PACKED = 1 << 21  # weights packed at a time
@@ -285,7 +286,7 @@ class Kernels:
         """`x` [M, K] @ weight.T (+ bias [N]) -> [M, N]. Rows of `x` may be strided.
 
         A weight packed with `gated` gives `glu` of gate and up -> [M, I] instead (its bias is [2I]). `float32`: the
-        sums as they are, not rounded to the storage type. `row_scales`: see `Ops.codes_linear`.
+        sums as they are, not rounded to the storage type. `row_scales`: see `RoundedRows`.
         """
         (m, k), n, dtype = x.shape, packed.n // 2 if packed.gated else packed.n, packed.dtype
         if x.dtype is not dtype or k != packed.k:
@@ -315,7 +316,7 @@ class Kernels:
         float32: bool = False,
         row_scales: Tensor | None = None,
     ) -> Tensor:
-        """See `Ops.expert_linear`."""
+        """See `Weight.expert_linear`."""
         packed, (weights, scales), pairs = weight.each[0], weight.addresses, len(routing.order)
         dtype, n, gate = packed.dtype, packed.n // 2 if packed.gated else packed.n, glu or SWIGLU
         if x.dtype is not dtype or x.shape[1] != packed.k or len(weight.each) != routing.num_experts:

@@ -2,14 +2,58 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from ssd.kernels.codes import Codes, RowType, rounded_rows
+from ssd.kernels.codes import Codes, rounded_rows
 from ssd.kernels.cpu import library
 from ssd.kernels.cpu.kernels import Kernels, PackedExperts, PackedWeight, has_half_scales
-from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, RoundedRows, SharedOps
+from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, SharedOps
+from ssd.kernels.weights import GLU, Routing, RowRounding, Rows, Weight
 
-Packed = PackedWeight | PackedExperts
+
+@dataclass(frozen=True)
+class CpuWeight(Weight):
+    kernels: Kernels
+    packed: PackedWeight
+    rounding: RowRounding | None = None
+
+    def linear(self, x: Rows, bias: torch.Tensor | None = None, *, float32: bool = False) -> torch.Tensor:
+        rows, scales = _rows(x, self.rounding)
+        return self.kernels.linear(rows, self.packed, bias, float32=float32, row_scales=scales)
+
+    def embedding(self, token_ids: torch.Tensor) -> torch.Tensor:
+        found = self.kernels.codes_embedding if self.packed.form else self.kernels.embedding
+        return found(self.packed, token_ids)
+
+
+@dataclass(frozen=True)
+class CpuExperts(Weight):
+    kernels: Kernels
+    packed: PackedExperts
+    rounding: RowRounding | None = None
+
+    def expert_linear(
+        self,
+        x: Rows,
+        routing: Routing,
+        bias: torch.Tensor | None = None,
+        *,
+        glu: GLU | None = None,
+        float32: bool = False,
+    ) -> torch.Tensor:
+        rows, scales = _rows(x, self.rounding)
+        return self.kernels.expert_linear(rows, self.packed, routing, bias, glu=glu, float32=float32, row_scales=scales)
+
+
+def _rows(x: Rows, rounding: RowRounding | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows as they are multiplied, and their scales."""
+    if isinstance(x, torch.Tensor):
+        if rounding is None:
+            return x, None
+        x = rounded_rows(x, rounding)
+    return x.values, x.scales.contiguous()
 
 
 class CpuOps(SharedOps):
@@ -17,11 +61,7 @@ class CpuOps(SharedOps):
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
-        self.embedding = kernels.embedding
-        self.codes_embedding = kernels.codes_embedding
-        self.linear = self.gated_linear = kernels.linear  # a gated weight knows that it is
-        self.route, self.expert_linear, self.combine = kernels.route, kernels.expert_linear, kernels.combine
-        self.rms_norm = kernels.rms_norm
+        self.route, self.combine, self.rms_norm = kernels.route, kernels.combine, kernels.rms_norm
 
     @classmethod
     def load(cls) -> CpuOps | None:
@@ -29,11 +69,11 @@ class CpuOps(SharedOps):
         kernels = library.load()
         return None if kernels is None else cls(kernels)
 
-    def prepare(self, weight: torch.Tensor, *, gated: bool = False, experts: int = 0) -> Packed:
+    def prepare(self, weight: torch.Tensor, *, gated: bool = False, experts: int = 0) -> Weight:
         if not experts:
-            return self.kernels.pack_linear(weight, gated)
-        each = _rows_of(experts, len(weight), gated)
-        return PackedExperts(tuple(self.kernels.pack_linear(weight[rows], gated) for rows in each))
+            return CpuWeight(self.kernels, self.kernels.pack_linear(weight, gated))
+        each = (self.kernels.pack_linear(weight[own], gated) for own in _rows_of(experts, len(weight), gated))
+        return CpuExperts(self.kernels, PackedExperts(tuple(each)))
 
     def prepare_codes(
         self,
@@ -43,34 +83,15 @@ class CpuOps(SharedOps):
         gated: bool = False,
         experts: int = 0,
         exact: bool = True,
-        rows: RowType | None = None,
+        rows: RowRounding | None = None,
         coarse: bool = False,
-    ) -> Packed:
+    ) -> Weight:
         coarse |= not exact and rows is None
         if not experts:
-            return self.kernels.pack_codes(codes, dtype, gated, coarse=coarse)
+            return CpuWeight(self.kernels, self.kernels.pack_codes(codes, dtype, gated, coarse=coarse), rows)
         each, half = _rows_of(experts, len(codes.values), gated), has_half_scales(codes)
         packed = (self.kernels.pack_codes(codes.rows(own), dtype, gated, coarse=coarse, half=half) for own in each)
-        return PackedExperts(tuple(packed))
-
-    def round_rows(
-        self, x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None, weight: object = None
-    ) -> RoundedRows:
-        return RoundedRows(*rounded_rows(x, group, kind, stored))
-
-    def codes_linear(
-        self,
-        x: torch.Tensor,
-        weight: PackedWeight,
-        bias: torch.Tensor | None = None,
-        *,
-        gated: bool = False,
-        float32: bool = False,
-        row_scales: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Widened in registers."""
-        scales = None if row_scales is None else row_scales.contiguous()
-        return self.kernels.linear(x, weight, bias, float32=float32, row_scales=scales)
+        return CpuExperts(self.kernels, PackedExperts(tuple(packed)), rows)
 
     def reserve(self, heads: HeadShape, device: torch.device) -> None:
         return

@@ -17,9 +17,9 @@ from ssd.kernels.codes import Codes
 from ssd.kernels.cuda.few_rows import SHARED
 from ssd.kernels.cuda.nvrtc import Kernel, kernels
 from ssd.kernels.cuda.partition import current_processors
-from ssd.kernels.ops import GLU, SWIGLU, Routing
 from ssd.kernels.triton.compile import compiling
 from ssd.kernels.triton.packing import STRIP, PackedCodes
+from ssd.kernels.weights import GLU, SWIGLU, Routing
 
 SOURCE: Final = Path(__file__).parent / "csrc" / "expert_rows.cu"
 _TILES: Final = (1, 2, 4)  # of 8 rows, each number a kernel of its own

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -17,11 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ssd.kernels.codes import Codes, RowType
+from ssd.kernels.codes import Codes
 from ssd.kernels.cuda.few_rows import RING_AT, SHARED, share_of
 from ssd.kernels.cuda.nvrtc import Kernel, kernels, tensor_map
 from ssd.kernels.cuda.partition import current_processors
 from ssd.kernels.triton.compile import compiling
+from ssd.kernels.triton.epilogue import gate_and_up, wide_gate
+from ssd.kernels.weights import RowRounding
 
 SOURCE: Final = Path(__file__).parent / "csrc" / "fp8_rows.cu"
 TILES: Final = (1, 2, 4, 8)  # of 8 rows, each number a kernel of its own; for more rows the library is faster
@@ -42,24 +43,14 @@ class Params(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True)
-class Fp8Weight:
-    """A weight [columns, depth]; a gated one has alternating gate and up rows."""
-
-    values: torch.Tensor  # float8_e4m3fn [columns, depth]
-    scales: torch.Tensor  # float32 [columns]
-
-
-def takes(codes: Codes, dtype: torch.dtype, rows: RowType | None) -> bool:
+def takes(codes: Codes, dtype: torch.dtype, rows: RowRounding) -> bool:
     """Whether products of this weight with such rows are for these kernels."""
-    if rows != "fp8" or codes.type != "fp8" or codes.scales.shape[1] != 1 or codes.offsets is not None:
+    if (rows.kind, rows.group) != ("fp8", None):
+        return False
+    if codes.type != "fp8" or codes.scales.shape[1] != 1 or codes.offsets is not None:
         return False
     fits = dtype is torch.bfloat16 and codes.depth % 256 == 0 and len(codes.values) % 16 == 0
     return fits and codes.values.is_cuda and torch.cuda.get_device_capability(codes.values.device) == (9, 0)
-
-
-def prepare(codes: Codes) -> Fp8Weight:
-    return Fp8Weight(codes.values.view(torch.float8_e4m3fn).contiguous(), codes.scales[:, 0].contiguous())
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -75,9 +66,8 @@ def _finish_kernel(product_ptr, bias_ptr, y_ptr, num_rows, N, y_stride,
     if bias_ptr is not None:
         y = (y.to(tl.float32) + tl.load(bias_ptr + n, mask=n_mask, other=0.0).to(tl.float32)[:, None]).to(tl.bfloat16)
     if GATED:
-        both = tl.permute(tl.reshape(y.to(tl.float32), (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1))
-        gate, up = tl.split(both)
-        y = gate / (1.0 + tl.exp(-gate)) * up
+        gate, up = gate_and_up(y.to(tl.float32), BLOCK_N, BLOCK_M)
+        y = wide_gate(gate, up)
         n = n0 // 2 + tl.arange(0, BLOCK_N // 2)
         n_mask = n < N // 2
     mask = m_mask[None, :] & n_mask[:, None]
@@ -99,24 +89,26 @@ def stage_bytes(share: int, tiles: int) -> int:
 
 def linear(
     x: torch.Tensor,
-    weight: Fp8Weight,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
     bias: torch.Tensor | None,
     *,
     gated: bool,
     out_dtype: torch.dtype,
     row_scales: torch.Tensor,
 ) -> torch.Tensor:
-    """x [M, K] in e4m3 times the weight transposed; see `Ops.codes_linear`."""
-    num_rows, columns = len(x), len(weight.values)
+    """x [M, K] times a weight [N, K] transposed, both in e4m3, with float32 scales [N] of the weight and [M, 1] of x.
+    A gated weight has alternating gate and up rows."""
+    num_rows, columns = len(x), len(weight)
     y = torch.empty(num_rows, columns // 2 if gated else columns, dtype=out_dtype, device=x.device)
     if 0 < num_rows <= 8 * TILES[-1] and _kernels(x.device):
         if not compiling():
-            _few_rows(x, weight, bias, row_scales, y, gated)
+            _few_rows(x, weight, scales, bias, row_scales, y, gated)
         return y
     if row_scales.data_ptr() % 16:  # which the library refuses
         row_scales = row_scales.clone()
     product = torch._scaled_mm(
-        *(x, weight.values.t(), row_scales, weight.scales[None]), out_dtype=torch.bfloat16, use_fast_accum=True
+        *(x, weight.t(), row_scales, scales[None]), out_dtype=torch.bfloat16, use_fast_accum=True
     )
     if bias is None and not gated:
         return product.to(out_dtype)
@@ -128,18 +120,19 @@ def linear(
 
 def _few_rows(
     x: torch.Tensor,
-    weight: Fp8Weight,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
     bias: torch.Tensor | None,
     row_scales: torch.Tensor,
     y: torch.Tensor,
     gated: bool,
 ) -> None:
-    (rows, depth), columns, count = x.shape, len(weight.values), current_processors(x.device)
+    (rows, depth), columns, count = x.shape, len(weight), current_processors(x.device)
     tiles = next(each for each in TILES if 8 * each >= rows)
     share = share_of(-(-columns // 8), count, MAX_SHARE)
     size = stage_bytes(share, tiles)
     stages = min(_MAX_STAGES, (SHARED - RING_AT - BEHIND) // size)
-    pointers = {"scales": weight.scales, "row_scales": row_scales, "bias": bias, "y": y}
+    pointers = {"scales": scales, "row_scales": row_scales, "bias": bias, "y": y}
     params = Params(
         **{name: None if tensor is None else tensor.data_ptr() for name, tensor in pointers.items()},
         **{"y_stride": y.stride(0), "rows": rows, "columns": columns, "blocks": depth // (128 * PARTS)},
@@ -147,7 +140,7 @@ def _few_rows(
     )
     maps = [  # pairs of numbers as one of 16 bits
         tensor_map(matrix.data_ptr(), len(matrix), depth // 2, depth, (PARTS, box))
-        for matrix, box in ((x, 8 * tiles), (weight.values, 8 * share))
+        for matrix, box in ((x, 8 * tiles), (weight, 8 * share))
     ]
     blocks, threads = min(count, -(-columns // (8 * share))), 32 * (-(-share // 8) * 4 + 1)
     _kernels(x.device)[tiles].launch(blocks, threads, RING_AT + stages * size + BEHIND, "early", *maps, params)

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from ssd.kernels.cuda.launch import shared_memory
 from ssd.kernels.triton.e4m3 import widen_bits
+from ssd.kernels.triton.epilogue import gate_and_up, wide_gate
 from ssd.kernels.triton.packing import FP4_PLACES, SHARED_BITS, STRIP, UNIT, PackedCodes
 
 _WIDE_ROWS = 256  # products of more rows are bound by arithmetic: codes are widened first, and the library multiplies
@@ -303,8 +304,8 @@ def _finish(
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + n, mask=n_mask, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1)))
-        acc = gate / (1.0 + tl.exp(-gate)) * up
+        gate, up = gate_and_up(acc, BLOCK_N, BLOCK_M)
+        acc = wide_gate(gate, up)
         n = n0 // 2 + tl.arange(0, BLOCK_N // 2)
         n_mask = n < N // 2
     mask = m_mask[None, :] & n_mask[:, None]
@@ -500,7 +501,7 @@ def codes_linear(
     out_dtype: torch.dtype | None = None,
     row_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [M, K] times a weight [N, K] transposed; see `Ops.codes_linear`. A gated weight has alternating gate and up
+    """x [M, K] times a weight [N, K] transposed. A gated weight has alternating gate and up
     rows."""
     (num_rows, depth), columns, width = x.shape, weight.columns, weight.width
     tile = choose_tile(x, weight)

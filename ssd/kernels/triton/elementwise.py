@@ -8,8 +8,10 @@ import triton.language as tl
 
 from ssd.kernels.codes import LEAST_SCALE
 from ssd.kernels.cuda.launch import early_launch
-from ssd.kernels.ops import UNSCALED, DeviceBatch, ExpertOutputs, HeadShape, KVScales, Rope, Routing
+from ssd.kernels.ops import UNSCALED, DeviceBatch, ExpertOutputs, HeadShape, KVScales, Rope
 from ssd.kernels.triton.e4m3 import as_bytes, encode, encode_by_cvt
+from ssd.kernels.triton.epilogue import rounded_gate
+from ssd.kernels.weights import RoundedRows, Routing
 
 
 @triton.jit
@@ -75,14 +77,12 @@ def combine_and_norm(x: ExpertOutputs, weight: torch.Tensor, eps: float, residua
     return y
 
 
-def rms_norm_and_round(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `Ops.rms_norm_and_round`; rows of e4m3 numbers."""
+def rms_norm_and_round(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None) -> RoundedRows:
+    """`rms_norm`, then e4m3 numbers with one scale a row (`row_codes`)."""
     y = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scales = torch.empty((len(x), 1), dtype=torch.float32, device=x.device)
     _launch_rms_norm(x, residual, weight, y, scales, eps)
-    return y.view(torch.float8_e4m3fn), scales
+    return RoundedRows(y.view(torch.float8_e4m3fn), scales)
 
 
 def _launch_rms_norm(
@@ -116,9 +116,8 @@ def _silu_kernel(pairs_ptr, y_ptr, width, BLOCK: tl.constexpr):
     pairs = tl.load(pairs_ptr + row * 2 * width + at, mask=at < 2 * width, other=0.0).to(tl.float32)
     gate, up = tl.split(tl.reshape(pairs, (BLOCK, 2)))
     dtype = y_ptr.dtype.element_ty
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     n = start + tl.arange(0, BLOCK)
-    tl.store(y_ptr + row * width + n, (silu * up).to(dtype), mask=n < width)
+    tl.store(y_ptr + row * width + n, rounded_gate(gate, up, dtype).to(dtype), mask=n < width)
 
 
 def silu_and_mul(pairs: torch.Tensor) -> torch.Tensor:

@@ -18,11 +18,12 @@ import triton.language as tl
 
 from ssd.kernels.cuda import expert_rows
 from ssd.kernels.cuda.launch import early_launch, shared_memory
-from ssd.kernels.ops import GLU, SWIGLU, Routing
 from ssd.kernels.triton import codes_linear, linear
 from ssd.kernels.triton.codes_linear import sums as code_sums
+from ssd.kernels.triton.epilogue import gate_and_up, silu
 from ssd.kernels.triton.linear import sums as dense_sums
 from ssd.kernels.triton.packing import PackedCodes
+from ssd.kernels.weights import GLU, SWIGLU, Routing
 
 _ROUTER_DEPTH = 256  # of a piece of the router's product
 _PAIRS = 1024  # that one step of `_order_kernel` sorts
@@ -313,10 +314,10 @@ def _expert_kernel(
         acc += tl.load(bias_ptr + place, mask=n_mask, other=0.0).to(tl.float32)[:, None]
     width = N
     if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1)))
+        gate, up = gate_and_up(acc, BLOCK_N, BLOCK_M)
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-        acc = gate / (1.0 + tl.exp(-slope * gate)) * (up + shift)
+        acc = silu(gate, slope) * (up + shift)
         width = N // 2
         n = n0 // 2 + tl.arange(0, BLOCK_N // 2)
         n_mask = n < width
@@ -346,7 +347,7 @@ def expert_linear(
     out_dtype: torch.dtype | None = None,
     row_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `Ops.expert_linear`. A gated weight has alternating gate and up rows."""
+    """See `Weight.expert_linear`. A gated weight has alternating gate and up rows."""
     if routing.tiles is None:
         raise AssertionError("route() of the same kernels comes before expert_linear()")
     experts, pairs, depth = routing.num_experts, len(routing.order), x.shape[1]

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from ssd.kernels.cuda.launch import early_launch, shared_memory
+from ssd.kernels.triton.epilogue import gate_and_up, rounded_gate
 
 
 @triton.jit
@@ -73,12 +74,8 @@ def _linear_kernel(
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + n, mask=n_mask, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        pairs = tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1))
-        gate, up = tl.split(pairs)
-        dtype = x_ptr.dtype.element_ty
-        gate = gate.to(dtype).to(tl.float32)
-        silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-        acc = silu * up.to(dtype).to(tl.float32)
+        gate, up = gate_and_up(acc, BLOCK_N, BLOCK_M)
+        acc = rounded_gate(gate, up, x_ptr.dtype.element_ty)
         n = n0 // 2 + tl.arange(0, BLOCK_N // 2)
         n_mask = n < N // 2
     mask = m_mask[None, :] & n_mask[:, None]
@@ -139,7 +136,7 @@ def linear(
     out_dtype: torch.dtype | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """x [M, K] times weight [N, K] transposed; see `Ops.linear`. A gated weight has alternating gate and up rows."""
+    """x [M, K] times weight [N, K] transposed. A gated weight has alternating gate and up rows."""
     num_rows, depth = x.shape
     columns = weight.shape[0]
     tile = fitting(tile or choose_tile(num_rows, columns, depth), x.element_size(), shared_memory(x.device))

@@ -6,23 +6,12 @@ from contextlib import suppress
 
 import torch
 
-from ssd.kernels.codes import Codes, RowType
-from ssd.kernels.cuda import cublaslt, expert_rows, few_rows, fp8_linear
-from ssd.kernels.ops import (
-    GLU,
-    UNSCALED,
-    DeviceBatch,
-    ExpertOutputs,
-    HeadShape,
-    KVScales,
-    Rope,
-    RoundedRows,
-    Routing,
-    SharedOps,
-)
-from ssd.kernels.triton import attention, codes_linear, elementwise, experts, linear, packing, row_codes
-
-Weight = packing.PackedCodes | fp8_linear.Fp8Weight  # of `prepare_codes`
+from ssd.kernels.codes import Codes
+from ssd.kernels.cuda import expert_rows, fp8_linear
+from ssd.kernels.ops import UNSCALED, DeviceBatch, ExpertOutputs, HeadShape, KVScales, Rope, SharedOps
+from ssd.kernels.triton import attention, elementwise, experts, packing
+from ssd.kernels.triton.weights import CodesWeight, DenseWeight, Fp8Weight, alternating
+from ssd.kernels.weights import RowRounding, Weight
 
 
 class TritonOps(SharedOps):
@@ -45,25 +34,8 @@ class TritonOps(SharedOps):
     def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
         return attention.tile_rows(heads.group_size, prefill) // heads.group_size
 
-    def prepare(self, weight: torch.Tensor, *, gated: bool = False, experts: int = 0) -> torch.Tensor:
-        return _alternating(weight) if gated else weight
-
-    def embedding(self, weight: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.embedding(token_ids, weight)
-
-    def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, float32: bool = False
-    ) -> torch.Tensor:
-        product = _library(x, weight, bias, torch.float32 if float32 else x.dtype)
-        if product is not None:
-            return product
-        return linear.linear(x, weight, bias, out_dtype=torch.float32 if float32 else None)
-
-    def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        product = _library(x, weight, bias, x.dtype, gated=True)
-        if product is not None:
-            return product
-        return linear.linear(x, weight, None if bias is None else _alternating(bias), gated=True)
+    def prepare(self, weight: torch.Tensor, *, gated: bool = False, experts: int = 0) -> Weight:
+        return DenseWeight(alternating(weight) if gated else weight, gated)
 
     def prepare_codes(
         self,
@@ -73,75 +45,18 @@ class TritonOps(SharedOps):
         gated: bool = False,
         experts: int = 0,
         exact: bool = True,
-        rows: RowType | None = None,
+        rows: RowRounding | None = None,
         coarse: bool = False,
     ) -> Weight:
         if gated:
-            codes = codes.rows(_alternating(torch.arange(len(codes.values), device=codes.values.device)))
-        if not experts and fp8_linear.takes(codes, dtype, rows):
-            return fp8_linear.prepare(codes)
+            codes = codes.rows(alternating(torch.arange(len(codes.values), device=codes.values.device)))
+        if rows is not None and not experts and fp8_linear.takes(codes, dtype, rows):
+            values = codes.values.view(torch.float8_e4m3fn).contiguous()
+            return Fp8Weight(values, codes.scales[:, 0].contiguous(), gated, rows)
         strips = expert_rows.fits(codes, experts) if codes.type == "fp4" else not experts
-        weight = packing.pack(codes, dtype, exact=exact, strips=strips)
-        self._copies_ahead |= weight.strips and not experts
-        return weight
-
-    def round_rows(
-        self, x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None, weight: object = None
-    ) -> RoundedRows:
-        narrow = isinstance(weight, fp8_linear.Fp8Weight)
-        return RoundedRows(*row_codes.rounded_rows(x, group, kind, stored, narrow=narrow))
-
-    def codes_linear(
-        self,
-        x: torch.Tensor,
-        weight: Weight,
-        bias: torch.Tensor | None = None,
-        *,
-        gated: bool = False,
-        float32: bool = False,
-        row_scales: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        bias = _alternating(bias) if gated and bias is not None else bias
-        scales = None if row_scales is None else row_scales.contiguous()
-        if isinstance(weight, fp8_linear.Fp8Weight):
-            if scales is None:
-                raise AssertionError("round_rows() comes before codes_linear()")
-            out_dtype = torch.float32 if float32 else torch.bfloat16
-            return fp8_linear.linear(x, weight, bias, gated=gated, out_dtype=out_dtype, row_scales=scales)
-        out_dtype = torch.float32 if float32 else x.dtype
-        if few_rows.takes(x, weight, bias, scales):
-            return few_rows.linear(x, weight, bias, gated=gated, out_dtype=out_dtype, row_scales=scales)
-        if codes_linear.is_wide(x, weight):
-            return codes_linear.wide_linear(
-                x, weight, bias, self._sums, gated=gated, out_dtype=out_dtype, row_scales=scales
-            )
-        return codes_linear.codes_linear(x, weight, bias, gated=gated, out_dtype=out_dtype, row_scales=scales)
-
-    def expert_linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor | packing.PackedCodes,
-        routing: Routing,
-        bias: torch.Tensor | None = None,
-        *,
-        glu: GLU | None = None,
-        float32: bool = False,
-        row_scales: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        scales = None if row_scales is None else row_scales.contiguous()
-        out_dtype = torch.float32 if float32 else x.dtype
-        return experts.expert_linear(x, weight, routing, bias, glu=glu, out_dtype=out_dtype, row_scales=scales)
-
-    def _sums(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return self.linear(x, weight, float32=True)
-
-    def codes_embedding(self, weight: Weight, token_ids: torch.Tensor) -> torch.Tensor:
-        if isinstance(weight, fp8_linear.Fp8Weight):
-            return (weight.values[token_ids].float() * weight.scales[token_ids, None]).to(torch.bfloat16)
-        return packing.packed_rows(weight, token_ids)
-
-    def router(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return experts.router(x, weight, bias)
+        packed = packing.pack(codes, dtype, exact=exact, strips=strips)
+        self._copies_ahead |= packed.strips and not experts
+        return CodesWeight(packed, gated, rows)
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
@@ -152,19 +67,6 @@ class TritonOps(SharedOps):
         self, x: ExpertOutputs, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
     ) -> torch.Tensor:
         return elementwise.combine_and_norm(x, weight, eps, residual)
-
-    def rms_norm_and_round(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        residual: torch.Tensor | None,
-        kind: RowType,
-        target: object,
-    ) -> RoundedRows:
-        if isinstance(target, fp8_linear.Fp8Weight):
-            return RoundedRows(*elementwise.rms_norm_and_round(x, weight, eps, residual))
-        return super().rms_norm_and_round(x, weight, eps, residual, kind, target)
 
     def plan(self, batch: DeviceBatch, heads: HeadShape, k_cache: torch.Tensor) -> None:
         if self._workspace is None:
@@ -198,16 +100,3 @@ class TritonOps(SharedOps):
             raise AssertionError("reserve() comes before attention()")
         kv = k_cache, v_cache, self._workspace, self._prefill, scales
         return attention.paged_attention(q, batch, heads, *kv, sinks, lets_next=self._copies_ahead)
-
-
-def _alternating(rows: torch.Tensor) -> torch.Tensor:
-    """Gate and up rows in turns, so that one tile holds both."""
-    return torch.stack(rows.chunk(2), dim=1).flatten(0, 1)
-
-
-def _library(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, *, gated: bool = False
-) -> torch.Tensor | None:
-    """The product by cuBLASLt, where it is faster and has the same bits, else None."""
-    library = cublaslt.load() if x.is_cuda else None
-    return None if library is None else library.linear(x, weight, bias, out_dtype, gated=gated)

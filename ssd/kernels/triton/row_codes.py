@@ -6,9 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ssd.kernels.codes import LEAST_SCALE, ROW_LIMITS, RowType
+from ssd.kernels.codes import LEAST_SCALE, ROW_LIMITS
 from ssd.kernels.cuda.launch import early_launch
 from ssd.kernels.triton.e4m3 import encode, encode_by_cvt, widen_bits
+from ssd.kernels.weights import RoundedRows, RowRounding
 
 _BLOCK = 16384  # numbers that one program rounds at a time
 
@@ -63,19 +64,18 @@ def _round_kernel(
             tl.store(out_ptr + row * K + k, _rounded(x, scale, dtype, INTEGERS, NARROW, LOWEST, HIGHEST), mask=k < end)
 
 
-def rounded_rows(
-    x: torch.Tensor, group: int | None, kind: RowType, stored: torch.Tensor | None, *, narrow: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `Ops.round_rows`. narrow: e4m3 numbers instead of such of the type of x."""
-    (num_rows, depth), size = x.shape, group or x.shape[1]
+def rounded_rows(x: torch.Tensor, how: RowRounding, *, narrow: bool = False) -> RoundedRows:
+    """See `codes.rounded_rows`. narrow: e4m3 numbers instead of such of the type of x."""
+    (num_rows, depth), size = x.shape, how.group or x.shape[1]
     out = torch.empty(x.shape, dtype=torch.uint8 if narrow else x.dtype, device=x.device)
-    groups = triton.cdiv(depth, size)
-    scales = torch.empty(num_rows, groups, dtype=torch.float32, device=x.device) if stored is None else stored
-    lowest, highest = ROW_LIMITS[kind]
+    groups, scales = triton.cdiv(depth, size), how.scale
+    if scales is None:
+        scales = torch.empty(num_rows, groups, dtype=torch.float32, device=x.device)
+    lowest, highest = ROW_LIMITS[how.kind]
     block = min(_BLOCK, triton.next_power_of_2(size))
     _round_kernel[(num_rows, groups)](
-        *(x, out, scales, stored, depth, size, x.stride(0)),
-        INTEGERS=kind == "int8",
+        *(x, out, scales, how.scale, depth, size, x.stride(0)),
+        INTEGERS=how.kind == "int8",
         NARROW=narrow,
         LOWEST=lowest,
         HIGHEST=highest,
@@ -85,4 +85,5 @@ def rounded_rows(
         num_warps=max(1, min(16, block // 512)),
         **early_launch(x.device),
     )
-    return out.view(torch.float8_e4m3fn) if narrow else out, scales if stored is None else stored.expand(num_rows, 1)
+    scales = scales if how.scale is None else scales.expand(num_rows, 1)
+    return RoundedRows(out.view(torch.float8_e4m3fn) if narrow else out, scales)

@@ -1,7 +1,7 @@
 """Formats of weights: which tensors a checkpoint stores for a linear layer, and how they become a product.
 
-A format says what is stored, how a rank's share is cut, how the tensors are laid out for the kernels of a device, how
-the result is multiplied, and what it takes in memory. Layers call nothing else. The base class is the format of float
+A format says what is stored, how a rank's share is cut, how the tensors become a prepared weight, which multiplies
+(`ssd.kernels.weights`), and what that takes in memory. Layers call nothing else. The base class is the format of float
 tensors; each other format is one file of this package.
 """
 
@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from ssd.kernels.codes import RowType
-from ssd.kernels.ops import GLU, Ops, Routing
+from ssd.kernels.ops import Ops
+from ssd.kernels.weights import Weight
 
 FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -34,7 +34,7 @@ class Use:
 
 
 class WeightFormat:
-    """How one linear layer's weight [rows, depth] is stored, cut, prepared and applied.
+    """How one linear layer's weight [rows, depth] is stored, cut and prepared.
 
     Here: one tensor `weight` of any float type, in the type that the model computes in.
     """
@@ -57,43 +57,9 @@ class WeightFormat:
         """The tensors of a layer (by the last part of their names) with its weight as one float tensor."""
         return stored
 
-    def prepare(self, parts: Seq[Mapping[str, torch.Tensor]], ops: Ops, dtype: torch.dtype, use: Use) -> Any:
-        """Lays out a weight fused from `parts` (stored tensors by name), for products with rows of type `dtype`."""
+    def prepare(self, parts: Seq[Mapping[str, torch.Tensor]], ops: Ops, dtype: torch.dtype, use: Use) -> Weight:
+        """A weight fused from `parts` (stored tensors by name), for products with rows of type `dtype`."""
         return ops.prepare(fused(parts, dtype), gated=use.gated, experts=use.experts)
-
-    def rounding(self, weight: Any) -> tuple[RowType, Any] | None:
-        """How `linear` rounds rows, if each has one scale of its own, and the weight that `Ops.round_rows` does it
-        for. A norm before it may do so instead (`Ops.rms_norm_and_round`)."""
-        return None
-
-    def linear(
-        self, ops: Ops, x: Any, weight: Any, bias: torch.Tensor | None, *, gated: bool, float32: bool
-    ) -> torch.Tensor:
-        """x W^T (+ bias), see `Ops.linear`; `gated`: silu(gate) * up, see `Ops.gated_linear`. x: a tensor, or
-        rows that were rounded (`rounding`)."""
-        return ops.gated_linear(x, weight, bias) if gated else ops.linear(x, weight, bias, float32=float32)
-
-    def expert_linear(
-        self,
-        ops: Ops,
-        x: torch.Tensor,
-        weight: Any,
-        bias: torch.Tensor | None,
-        routing: Routing,
-        *,
-        glu: GLU | None,
-        float32: bool,
-    ) -> torch.Tensor:
-        """Each pair's row times the weight of its expert, see `Ops.expert_linear`."""
-        return ops.expert_linear(x, weight, routing, bias, glu=glu, float32=float32)
-
-    def embedding(self, ops: Ops, weight: Any, token_ids: torch.Tensor) -> torch.Tensor:
-        """Rows of a weight that was prepared for `Use.embedding`."""
-        return ops.embedding(weight, token_ids)
-
-    def dense(self, weight: Any) -> Any:
-        """The prepared weight as `Ops.prepare` lays it out, for kernels that know no formats; None if there is none."""
-        return weight
 
     def num_bytes(self, rows: int, depth: int, dtype: torch.dtype, use: Use) -> int:
         """Memory of the prepared weight, without padding."""

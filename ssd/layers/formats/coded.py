@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from ssd.errors import ConfigError, UnsupportedModel
-from ssd.kernels.codes import Codes, CodeType, RowType, dequantize, fused_codes
-from ssd.kernels.ops import GLU, Ops, RoundedRows, Routing, Rows
+from ssd.kernels.codes import Codes, CodeType, dequantize, fused_codes
+from ssd.kernels.ops import Ops
+from ssd.kernels.weights import GLU, Routing, RowRounding, Rows, RowType, Weight
 from ssd.layers.formats import Use, WeightFormat, wrong_type
 
 _FINE: Final = 128  # weights of a group of a channel that has one offset: kernels know no larger groups with offsets
@@ -32,15 +33,6 @@ class Activations:
     kind: RowType = "fp8"
     group: int | None = None
     static: bool = False
-
-
-@dataclass(frozen=True)
-class CodedWeight:
-    """A prepared weight, the stored scale of its input, and the order that it takes the columns of its input in."""
-
-    codes: Any
-    input_scale: torch.Tensor | None = None
-    order: torch.Tensor | None = None
 
 
 class Coded(WeightFormat):
@@ -76,65 +68,45 @@ class Coded(WeightFormat):
         others = {name: tensor for name, tensor in stored.items() if name == "bias"}
         return {"weight": weight if order is None else weight[:, order.argsort()], **others}
 
-    def prepare(self, parts: Seq[Mapping[str, torch.Tensor]], ops: Ops, dtype: torch.dtype, use: Use) -> Any:
+    def prepare(self, parts: Seq[Mapping[str, torch.Tensor]], ops: Ops, dtype: torch.dtype, use: Use) -> Weight:
         """One weight fused from the parts; one for each part if their codes or orders differ in kind."""
         codes, orders = [self.codes(part) for part in parts], [self.order(part) for part in parts]
         if not all(_alike(codes[0], each) for each in codes) or not all(_equal(orders[0], each) for each in orders):
             return Mixed((self,) * len(parts)).prepare(parts, ops, dtype, use)
-        how = self.activations
-        rows = how.kind if how is not None and how.group is None else None
+        scales = [part["input_scale"].float().reshape(1, 1) for part in parts if "input_scale" in part]
+        scale, how = torch.cat(scales).amax(0, keepdim=True) if scales else None, self.activations
         prepared = ops.prepare_codes(
             *(fused_codes(codes), dtype),
             gated=use.gated,
             experts=use.experts,
-            rows=rows,
+            rows=None if how is None else RowRounding(how.kind, how.group, scale),
             coarse=self.coarse,
         )
-        scales = [part["input_scale"].float().reshape(1, 1) for part in parts if "input_scale" in part]
-        return CodedWeight(prepared, torch.cat(scales).amax(0, keepdim=True) if scales else None, orders[0])
+        return prepared if orders[0] is None else OrderedWeight(prepared, orders[0])
 
-    def rounding(self, weight: Any) -> tuple[RowType, Any] | None:
-        how = self.activations
-        if isinstance(weight, list) or how is None or how.static or how.group is not None or weight.order is not None:
-            return None
-        return how.kind, weight.codes
 
-    def linear(
-        self, ops: Ops, x: Rows, weight: Any, bias: torch.Tensor | None, *, gated: bool, float32: bool
-    ) -> torch.Tensor:
-        if isinstance(weight, list):
-            return Mixed((self,) * len(weight)).linear(ops, x, weight, bias, gated=gated, float32=float32)
-        rows, scales = self._rows(ops, x, weight)
-        return ops.codes_linear(rows, weight.codes, bias, gated=gated, float32=float32, row_scales=scales)
+@dataclass(frozen=True)
+class OrderedWeight(Weight):
+    """A weight that takes the columns of its input in another order."""
+
+    weight: Weight
+    order: torch.Tensor
+
+    def linear(self, x: Rows, bias: torch.Tensor | None = None, *, float32: bool = False) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
+        return self.weight.linear(x[:, self.order], bias, float32=float32)
 
     def expert_linear(
         self,
-        ops: Ops,
-        x: torch.Tensor,
-        weight: Any,
-        bias: torch.Tensor | None,
+        x: Rows,
         routing: Routing,
+        bias: torch.Tensor | None = None,
         *,
-        glu: GLU | None,
-        float32: bool,
+        glu: GLU | None = None,
+        float32: bool = False,
     ) -> torch.Tensor:
-        x, scales = self._rows(ops, x, weight)
-        return ops.expert_linear(x, weight.codes, routing, bias, glu=glu, float32=float32, row_scales=scales)
-
-    def _rows(self, ops: Ops, x: Rows, weight: CodedWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows as the weight takes them, and their scales."""
-        if isinstance(x, RoundedRows):
-            return x
-        if weight.order is not None:
-            x = x[:, weight.order]
-        how = self.activations
-        return (x, None) if how is None else ops.round_rows(x, how.group, how.kind, weight.input_scale, weight.codes)
-
-    def embedding(self, ops: Ops, weight: CodedWeight, token_ids: torch.Tensor) -> torch.Tensor:
-        return ops.codes_embedding(weight.codes, token_ids)
-
-    def dense(self, weight: Any) -> Any:
-        return None
+        assert isinstance(x, torch.Tensor)
+        return self.weight.expert_linear(x[:, self.order], routing, bias, glu=glu, float32=float32)
 
 
 def codes_of(
@@ -166,7 +138,7 @@ def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 class Mixed(WeightFormat):
-    """A weight whose parts have different formats: one product for each part."""
+    """A weight whose parts have different formats."""
 
     name = "mixed"
 
@@ -179,27 +151,29 @@ class Mixed(WeightFormat):
     def __hash__(self) -> int:
         return hash(self.formats)
 
-    def prepare(self, parts: Seq[Mapping[str, torch.Tensor]], ops: Ops, dtype: torch.dtype, use: Use) -> list[Any]:
+    def prepare(self, parts: Seq[Mapping[str, torch.Tensor]], ops: Ops, dtype: torch.dtype, use: Use) -> Weight:
         if use.experts:
             raise UnsupportedModel("experts in different formats (or orders of columns) are not supported")
         alone = replace(use, gated=False)
-        return [each.prepare([part], ops, dtype, alone) for each, part in zip(self.formats, parts, strict=True)]
+        each = [form.prepare([part], ops, dtype, alone) for form, part in zip(self.formats, parts, strict=True)]
+        return MixedWeight(tuple(each), use.gated)
 
-    def linear(
-        self, ops: Ops, x: Any, weight: list[Any], bias: torch.Tensor | None, *, gated: bool, float32: bool
-    ) -> torch.Tensor:
-        each = [
-            own.linear(ops, x, part, None, gated=False, float32=True)
-            for own, part in zip(self.formats, weight, strict=True)
-        ]
-        y = torch.cat(each, 1) if bias is None else torch.cat(each, 1) + bias.float()
-        if not gated:
+
+@dataclass(frozen=True)
+class MixedWeight(Weight):
+    """One product for each part."""
+
+    parts: tuple[Weight, ...]
+    gated: bool
+
+    def linear(self, x: Rows, bias: torch.Tensor | None = None, *, float32: bool = False) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
+        y = torch.cat([part.linear(x, float32=True) for part in self.parts], 1)
+        y = y if bias is None else y + bias.float()
+        if not self.gated:
             return y if float32 else y.to(x.dtype)
         gate, up = y.to(x.dtype).chunk(2, 1)
         return torch.nn.functional.silu(gate) * up
-
-    def dense(self, weight: list[Any]) -> Any:
-        return None
 
 
 def cut(part: slice, unit: int, what: str) -> slice:

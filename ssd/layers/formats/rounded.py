@@ -9,13 +9,14 @@ import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 
 from ssd.errors import ConfigError
-from ssd.kernels.codes import Codes, Format, RowType, TargetFormat, quantize, quantized_bytes
-from ssd.kernels.ops import GLU, Ops, RoundedRows, Routing, Rows
+from ssd.kernels.codes import Codes, Format, TargetFormat, quantize, quantized_bytes
+from ssd.kernels.ops import Ops
+from ssd.kernels.weights import GLU, Norm, Routing, RowRounding, Rows, Weight
 from ssd.layers.formats import DENSE, FormatOf, Use, WeightFormat, dense, fused
 
 _AROUND = ("embed_tokens", "lm_head", "gate", "router")  # a router's small weight decides which experts are read
@@ -24,11 +25,45 @@ _LEAST_GROUP = 16  # weights of one scale that kernels take
 
 
 @dataclass(frozen=True)
-class RoundedWeight:
-    """A prepared weight. The rows of an embedding are looked up unrounded: that reads no more than one row a token."""
+class RoundedWeight(Weight):
+    """Products of codes; those of more than _FEW_ROWS rows are of the unrounded weight if it is kept for that. The rows
+    of an embedding are looked up unrounded: that reads no more than one row a token."""
 
-    codes: Any  # for products; None for an embedding that no product needs
-    dense: Any  # for look-ups, and for products of many rows if the format keeps it; None for others
+    codes: Weight | None  # None: of an embedding that no product needs
+    unrounded: Weight | None
+    keeps_dense: bool  # `unrounded` is for products, too
+
+    @property
+    def dense(self) -> torch.Tensor | None:  # type: ignore[override]
+        return self.unrounded.dense if self.keeps_dense and self.unrounded is not None else None
+
+    @property
+    def norm_and_round(self) -> Norm | None:  # type: ignore[override]
+        return None if self.codes is None else self.codes.norm_and_round
+
+    def linear(self, x: Rows, bias: torch.Tensor | None = None, *, float32: bool = False) -> torch.Tensor:
+        rows = len(x if isinstance(x, torch.Tensor) else x.values)
+        return self._for(rows).linear(x, bias, float32=float32)
+
+    def expert_linear(
+        self,
+        x: Rows,
+        routing: Routing,
+        bias: torch.Tensor | None = None,
+        *,
+        glu: GLU | None = None,
+        float32: bool = False,
+    ) -> torch.Tensor:
+        return self._for(len(routing.weights)).expert_linear(x, routing, bias, glu=glu, float32=float32)
+
+    def embedding(self, token_ids: torch.Tensor) -> torch.Tensor:
+        assert self.unrounded is not None
+        return self.unrounded.embedding(token_ids)
+
+    def _for(self, rows: int) -> Weight:
+        chosen = self.unrounded if self.keeps_dense and rows > _FEW_ROWS else self.codes
+        assert chosen is not None
+        return chosen
 
 
 class Rounded(WeightFormat):
@@ -42,62 +77,23 @@ class Rounded(WeightFormat):
     def __init__(self, name: TargetFormat, *, exact: bool = False, keeps_dense: bool = False) -> None:
         self.name: TargetFormat = name
         self.form: Format = "fp8" if name == "fp8_dynamic" else name
-        self.rows: RowType | None = "fp8" if name == "fp8_dynamic" else None
+        self.rows = RowRounding() if name == "fp8_dynamic" else None
         self.exact, self.keeps_dense = exact, keeps_dense
 
     def share(self, tensor: str, rows: slice, columns: slice) -> tuple[slice, ...]:
         return rows, slice(None)
 
-    def prepare(self, parts: Seq[Mapping[str, torch.Tensor]], ops: Ops, dtype: torch.dtype, use: Use) -> RoundedWeight:
+    def prepare(self, parts: Seq[Mapping[str, torch.Tensor]], ops: Ops, dtype: torch.dtype, use: Use) -> Weight:
         weight = fused(parts, dtype)
-        codes = dense = None
+        codes = unrounded = None
         if use.product:
             own = _columns(quantize(weight, self.form), use.columns)
             codes = ops.prepare_codes(
                 own, dtype, gated=use.gated, experts=use.experts, exact=self.exact, rows=self.rows
             )
         if use.embedding or self.keeps_dense:
-            dense = ops.prepare(weight[:, use.columns].contiguous(), gated=use.gated, experts=use.experts)
-        return RoundedWeight(codes, dense)
-
-    def rounding(self, weight: RoundedWeight) -> tuple[RowType, Any] | None:
-        return None if self.rows is None else (self.rows, weight.codes)
-
-    def linear(
-        self, ops: Ops, x: Rows, weight: RoundedWeight, bias: torch.Tensor | None, *, gated: bool, float32: bool
-    ) -> torch.Tensor:
-        if self.keeps_dense and isinstance(x, torch.Tensor) and len(x) > _FEW_ROWS:
-            return DENSE.linear(ops, x, weight.dense, bias, gated=gated, float32=float32)
-        rows, scales = self._rounded(ops, x, weight)
-        return ops.codes_linear(rows, weight.codes, bias, gated=gated, float32=float32, row_scales=scales)
-
-    def expert_linear(
-        self,
-        ops: Ops,
-        x: torch.Tensor,
-        weight: RoundedWeight,
-        bias: torch.Tensor | None,
-        routing: Routing,
-        *,
-        glu: GLU | None,
-        float32: bool,
-    ) -> torch.Tensor:
-        if self.keeps_dense and len(routing.weights) > _FEW_ROWS:
-            return ops.expert_linear(x, weight.dense, routing, bias, glu=glu, float32=float32)
-        x, scales = self._rounded(ops, x, weight)
-        return ops.expert_linear(x, weight.codes, routing, bias, glu=glu, float32=float32, row_scales=scales)
-
-    def _rounded(self, ops: Ops, x: Rows, weight: RoundedWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows as the weight takes them, and their scales."""
-        if isinstance(x, RoundedRows):
-            return x
-        return (x, None) if self.rows is None else ops.round_rows(x, None, self.rows, None, weight.codes)
-
-    def embedding(self, ops: Ops, weight: RoundedWeight, token_ids: torch.Tensor) -> torch.Tensor:
-        return ops.embedding(weight.dense, token_ids)
-
-    def dense(self, weight: RoundedWeight) -> Any:
-        return weight.dense if self.keeps_dense else None
+            unrounded = ops.prepare(weight[:, use.columns].contiguous(), gated=use.gated, experts=use.experts)
+        return RoundedWeight(codes, unrounded, self.keeps_dense)
 
     def num_bytes(self, rows: int, depth: int, dtype: torch.dtype, use: Use) -> int:
         dense = DENSE.num_bytes(rows, depth, dtype, use) if use.embedding or self.keeps_dense else 0
