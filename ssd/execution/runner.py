@@ -21,7 +21,7 @@ from ssd.execution.state import DeviceBlockTables, SequenceState
 from ssd.models.decoder import Decoder
 
 # Rows of eager batches: one of each number that has kernels of its own (`kernels.linear`, `kernels.cublaslt`).
-_EAGER_SIZES = (1, *range(8, 128, 8), *(n * 2**i // 2 + 1 for i in range(8, 16) for n in (2, 3)))
+_EAGER_SIZES = (1, *range(8, 128, 8), *range(129, 512, 64), *(n * 2**i // 2 + 1 for i in range(9, 16) for n in (2, 3)))
 _SIZES = 6  # of eager inputs
 _MOST_INPUTS = 64  # that are kept on a CPU
 _HEAD_ROWS = 128  # whose logits are computed at a time, where those of all rows are wanted

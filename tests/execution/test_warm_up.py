@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
 
 import pytest
@@ -15,7 +16,7 @@ from ssd.decoding.rejection import RejectionTarget
 from ssd.drafting.runner import DraftRunner
 from ssd.drafting.shapes import RunShapes
 from ssd.drafting.step import ModelStep
-from ssd.execution.runner import ModelRunner
+from ssd.execution.runner import _EAGER_SIZES, ModelRunner
 from ssd.execution.state import SequenceState
 from ssd.execution.target import Target
 from ssd.kernels.ops import DeviceBatch
@@ -81,3 +82,10 @@ def test_a_batch_of_more_tokens_than_a_sequence_has_can_be_rehearsed(
     runner.rehearse(512)
     assert max(rows for rows, _ in sizes) == 512
     assert max(position for _, position in sizes) < runner.state.token_ids.shape[1]
+
+
+def test_sizes_of_eager_batches_have_every_bucket_of_the_library_s_products() -> None:
+    """Catches a prompt that waits for the comparison of products of its number of rows."""
+    cublaslt = pytest.importorskip("ssd.kernels.cuda.cublaslt")
+    buckets = cublaslt._BUCKETS
+    assert {buckets[min(bisect.bisect_left(buckets, n), len(buckets) - 1)] for n in _EAGER_SIZES} == {*buckets}
