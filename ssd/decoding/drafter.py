@@ -71,8 +71,8 @@ class PerRound(Generic[T]):
 class Drafter:
     """Proposes draft tokens. This base class proposes none, which is autoregressive decoding.
 
-    Calls of a round, in order: propose, settle, (launch of the verification) prepare, and observe once the round is
-    committed. On a GPU round n + 1 is proposed before round n is observed: the proposal is made on the device, from the
+    Calls of a round, in order: propose, settle, prepare (see `Round.launch`), and observe once the round is committed.
+    On a GPU round n + 1 is proposed before round n is observed: the proposal is made on the device, from the
     SequenceState.
     """
 

@@ -18,7 +18,7 @@ from ssd.core import Outcome, PromptPart, Work
 from ssd.execution.clock import Clock, now
 from ssd.execution.prompts import PromptReads
 from ssd.execution.runner import Forward
-from ssd.execution.target import Hook, Settle, Target, Verification, first_logit_rows
+from ssd.execution.target import Target, Verification, WorkLogits, first_logit_rows
 from ssd.kernels.transfers import to_device
 from ssd.sampling.noise import Stream, uniform
 from ssd.sampling.sampler import Needs, Rows
@@ -46,9 +46,9 @@ class RejectionTarget(Target):
 
     synchronous = True
 
-    @torch.inference_mode()
-    def launch(self, works: Seq[Work], settle: Settle = lambda: False, prepare: Hook = lambda: None) -> Verification:
-        began, forward, raw, reads = self._forward(works, settle, prepare)
+    def decide(self, logits: WorkLogits) -> Verification:
+        """Decides on the host: waits for the logits."""
+        works, forward, raw = logits.works, logits.forward, self._process(logits)
         self.runner.wait(now(self.state.device))
         starts = first_logit_rows(works, gather=forward.inputs.gather)
         decisions = self._tokens(works, starts, forward.logits, forward.inputs.decided(self.state))
@@ -64,7 +64,7 @@ class RejectionTarget(Target):
             self.state.append(work.slot, len(work.sequence.tokens), tokens, len(tokens) - 1)
             logprobs = details.of(i, tokens) if details is not None else ()
             outcomes.append(Outcome(tuple(tokens), logprobs, work.proposal.token_ids, work.proposal.origin))
-        return _Decided(outcomes, reads, began, now(self.state.device))
+        return _Decided(outcomes, logits.reads, logits.began, now(self.state.device))
 
     def _rehearse(self, forward: Forward, needs: Needs) -> None:
         rows = forward.inputs.decided(self.state)

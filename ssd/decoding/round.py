@@ -1,4 +1,4 @@
-"""One round of decoding: `launch` is propose → settle → verify → prepare, `collect` returns what was decided.
+"""One round of decoding: `launch` proposes drafts and verifies them, `collect` returns what was decided.
 
 Autoregressive decoding (AR) is the round whose drafter proposes nothing; in speculative decoding (SD) the drafter
 writes its proposal in `propose`; in speculative speculative decoding (SSD) it prepared it during the round before.
@@ -7,15 +7,16 @@ Committing tokens to sequences (stops, lengths, KV bookkeeping) is up to the eng
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import operator
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
+
+import torch
 
 from ssd.core import Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Drafter, PerRound, Prepared
@@ -23,14 +24,14 @@ from ssd.decoding.isolation import Isolation
 from ssd.decoding.observer import RoundObserver
 from ssd.execution.clock import Clock, now
 from ssd.execution.state import SequenceState
-from ssd.execution.target import Hook, Settle, Verification
+from ssd.execution.target import StagedWorks, Verification, WorkLogits
 
 log = logging.getLogger("ssd")
 T = TypeVar("T")
 
 
 class Verifier(Protocol):
-    """The target: verifies works and their drafts, which it reads from the SequenceState."""
+    """The target: verifies works and their drafts, which it reads from the SequenceState. Called in inference mode."""
 
     state: SequenceState
     vocab_size: int
@@ -38,7 +39,14 @@ class Verifier(Protocol):
 
     def admit(self, sequence: Sequence) -> None: ...
 
-    def launch(self, works: Seq[Work], settle: Settle, prepare: Hook) -> Verification: ...
+    def stage(self, works: Seq[Work]) -> StagedWorks:
+        """Uploads what the host knows of a round; drafts in the state may change until `forward`."""
+
+    def forward(self, staged: StagedWorks, *, in_part: bool = False) -> WorkLogits:
+        """Launches the forward pass; `in_part`: in the part of the GPU that the drafter leaves to it."""
+
+    def decide(self, logits: WorkLogits) -> Verification:
+        """Samples and accepts."""
 
     @property
     def failure(self) -> str | None:
@@ -111,14 +119,14 @@ class Round:
         """Goes on with another drafter, while no round is in flight; its statistics begin at 0."""
         self.drafter, self.stats, self.isolation = drafter, RoundStats(), Isolation()
 
-    def part(self, name: str, call: Callable[[], T]) -> T:
-        """Calls a part of a round, inside of the observers' contexts."""
+    def part(self, name: str) -> AbstractContextManager[object]:
+        """The observers' contexts around a part of a round."""
         if not self.observers:
-            return call()
+            return nullcontext()
         with ExitStack() as stack:
             for observer in self.observers:
                 stack.enter_context(observer.part(name) or nullcontext())
-            return call()
+            return stack.pop_all()
 
     def admit(self, sequence: Sequence) -> None:
         """Writes a sequence, which has just got a slot, to the SequenceState."""
@@ -133,9 +141,12 @@ class Round:
         works = self._propose(works, asked)
         self._asked.put(works, asked)
         self._newest = asked
-        settle = functools.partial(self._guarded, asked, "settle", self.drafter.settle, False)
-        prepare = functools.partial(self._guarded, asked, "prepare", self.drafter.prepare, None)
-        verification = self.part("verify", functools.partial(self.target.launch, works, settle, prepare))
+        with self.part("verify"), torch.inference_mode():
+            staged = self.target.stage(works)
+            in_part = self._guarded(asked, "settle", self.drafter.settle, False)
+            logits = self.target.forward(staged, in_part=in_part)
+            self._guarded(asked, "prepare", self.drafter.prepare, None)
+            verification = self.target.decide(logits)
         self._last_end = self._before = verification.ended
         if alone:
             self._decided([], [])
@@ -151,7 +162,8 @@ class Round:
         """Waits for the device; returns the outcomes and how many seconds the round took."""
         verification = round_.verification
         self._guarded(self._newest, "serve", lambda _: self.drafter.serve(verification.ended), None)
-        outcomes = self.part("collect", verification.collect)
+        with self.part("collect"):
+            outcomes = verification.collect()
         if self._last_end is verification.ended:  # nothing was launched after it
             self._last_end = None
         else:
@@ -261,7 +273,8 @@ class Round:
         if not asked.works:
             return otherwise
         try:
-            return self.part(part, functools.partial(call, asked.works))
+            with self.part(part):
+                return call(asked.works)
         except Exception as error:
             self.stats.drafter_failures += 1
             self.isolation.failed(asked.works)

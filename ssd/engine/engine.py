@@ -165,7 +165,8 @@ class Engine:
 
     def _schedule(self) -> list[Work]:
         self.scheduler.lookahead = self.round.lookahead
-        works = self.round.part("schedule", self.scheduler.schedule)
+        with self.round.part("schedule"):
+            works = self.scheduler.schedule()
         if works is None:  # KV blocks are short: collect the round in flight before preempting
             self.flush()
             works = self.scheduler.schedule() or []

@@ -1,11 +1,12 @@
 """The target model: verifies drafts, samples and accepts, all on the device.
 
-`launch` does not wait for the device; `Verification.collect` does, and returns one outcome per work.
+A verification is `stage` → `forward` → `decide`, which do not wait for the device; `Verification.collect` does, and
+returns one outcome per work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,19 +20,32 @@ from ssd.execution.clock import Clock, now
 from ssd.execution.graphs import BatchGraph, BatchGraphs, capture
 from ssd.execution.host_copy import HostCopy
 from ssd.execution.prompts import PromptReads
-from ssd.execution.runner import Forward, Keep, ModelRunner
+from ssd.execution.runner import Forward, Keep, ModelRunner, Staged
 from ssd.execution.state import SequenceState
 from ssd.kernels.cpu import recording
 from ssd.kernels.transfers import to_device
 from ssd.kernels.triton.compile import compiling
 from ssd.sampling.sampler import ALL_NEEDS, Needs, Sampler, top_logprobs
 
-Hook = Callable[[], object]
-Settle = Callable[[], bool]  # returns whether the forward pass shares the GPU
+
+@dataclass(frozen=True)
+class StagedWorks:
+    """Works whose batch was uploaded."""
+
+    works: Seq[Work]
+    batch: Staged
+    reads: PromptReads | None  # what is read of prompts
 
 
-def _nothing() -> bool:
-    return False
+@dataclass(frozen=True)
+class WorkLogits:
+    """The logits of works, whose forward pass was launched."""
+
+    works: Seq[Work]
+    forward: Forward
+    on_host: HostLogits | None  # those that are processed on the host
+    reads: PromptReads | None
+    began: Clock
 
 
 class Verification(Protocol):
@@ -121,46 +135,44 @@ class Target:
         if self.runner.features is not None:
             self.runner.features.admit(sequence.slot, sequence.kv.num_computed)
 
-    @torch.inference_mode()
-    def launch(self, works: Seq[Work], settle: Settle = _nothing, prepare: Hook = _nothing) -> Verification:
-        """Launches the verification of drafts in proposals (uploaded here) and of drafts in the SequenceState.
-
-        `settle` is called right before the forward pass, after all uploads: it may still change drafts in the state,
-        and says whether the forward pass shares the GPU with what `prepare` launches.
-        `prepare` is called right after the forward pass was launched.
-        """
-        began, forward, raw, reads = self._forward(works, settle, prepare)
-        out = self._decide(forward, Needs.of([work.sequence.params for work in works if work.decides]))
-        logprobs = None
-        if raw is not None:
-            logprobs = raw.fetch(torch.cat([out[i, 2 : 2 + len(rows)] for i, rows in raw.rows.items()]))
-        return _Launched(self.runner, works, HostCopy(out), logprobs, reads, began)
-
-    def _forward(
-        self, works: Seq[Work], settle: Settle, prepare: Hook
-    ) -> tuple[Clock, Forward, RawLogits | None, PromptReads | None]:
-        """Uploads what the host knows of a round, launches its forward pass, then processes and masks the logits.
-
-        Also returns when it began, the logits before that where they are needed, and what is read of prompts. Masks are
-        computed on the host, while the device computes the logits.
-        """
+    def stage(self, works: Seq[Work]) -> StagedWorks:
+        """Uploads what the host knows of a round, the drafts in its proposals included."""
         reads = PromptReads.of(works, self.state)
         upload_drafts(self.state, works)
         self.runner.tables.update([(work.slot, work.sequence.kv.blocks) for work in works])
-        ready = self.runner.stage(Batch.of(works), Keep.NOTHING if reads is None else reads.keep)
-        shared = settle()
-        on_host = HostLogits.of(works, self.state)
+        return StagedWorks(works, self.runner.stage(Batch.of(works), reads.keep if reads else Keep.NOTHING), reads)
+
+    def forward(self, staged: StagedWorks, *, in_part: bool = False) -> WorkLogits:
+        """Launches the forward pass, of the drafts in the SequenceState; `in_part`: see `ModelRunner.run`."""
+        reads, on_host = staged.reads, HostLogits.of(staged.works, self.state)
         began = now(self.state.device)
-        forward = self.runner.run(ready, in_part=shared, read=None if reads is None else reads.read_logits)
+        forward = self.runner.run(staged.batch, in_part=in_part, read=reads.read_logits if reads else None)
         if reads is not None and forward.states is not None:
             reads.read_states(forward.states)
-        prepare()
-        raw = RawLogits.of(works, forward)
-        if on_host is not None:
-            on_host.apply(forward.logits, first_logit_rows(works, gather=forward.inputs.gather), self.sampler)
-        return began, forward, raw, reads
+        return WorkLogits(staged.works, forward, on_host, reads, began)
 
-    def _decide(self, forward: Forward, needs: Needs) -> torch.Tensor:
+    def decide(self, logits: WorkLogits) -> Verification:
+        """Launches sampling and acceptance."""
+        works, raw = logits.works, self._process(logits)
+        out = self._accept(logits.forward, Needs.of([work.sequence.params for work in works if work.decides]))
+        logprobs = None
+        if raw is not None:
+            logprobs = raw.fetch(torch.cat([out[i, 2 : 2 + len(rows)] for i, rows in raw.rows.items()]))
+        return _Launched(self.runner, works, HostCopy(out), logprobs, logits.reads, logits.began)
+
+    def _process(self, logits: WorkLogits) -> RawLogits | None:
+        """Processes and masks logits; returns those before that, where they are needed.
+
+        Masks are computed on the host, while the device computes the logits.
+        """
+        works, forward = logits.works, logits.forward
+        raw = RawLogits.of(works, forward)
+        if logits.on_host is not None:
+            starts = first_logit_rows(works, gather=forward.inputs.gather)
+            logits.on_host.apply(forward.logits, starts, self.sampler)
+        return raw
+
+    def _accept(self, forward: Forward, needs: Needs) -> torch.Tensor:
         """Samples and accepts, after the first times as a graph, or a recording: one row per work, see
         `kernels.rounds.accept`."""
         if forward.graph is None:
@@ -185,7 +197,7 @@ class Target:
 
     def replay_decision(self, graph: BatchGraph, needs: Needs) -> None:
         """Repeats the decision of a graph's last forward pass: for timing it, when no sequence is running."""
-        self._decide(Forward(graph.inputs, graph.logits, graph), needs)
+        self._accept(Forward(graph.inputs, graph.logits, graph), needs)
 
     def _compute(self, forward: Forward, needs: Needs) -> torch.Tensor:
         inputs, state = forward.inputs, self.state

@@ -75,6 +75,11 @@ def make_target(
     return kind(make_runner(model, state, num_blocks=num_slots), state)
 
 
+@torch.inference_mode()
+def verified(target: Target, works: Seq[Work]) -> list[Outcome | None]:
+    return target.decide(target.forward(target.stage(works))).collect()
+
+
 # --- numbers that are revealed by and by ------------------------------------------------------------------------------
 
 Key = tuple[int, Stream]  # position and purpose: the noise is a function of them (and the seed)
@@ -411,7 +416,7 @@ def verdict(p: Seq[float], q: Seq[float] | None, token: int, u: float) -> tuple[
     proposal = Proposal((token,), None if q is None else torch.tensor([q], dtype=torch.float64))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rejection, "uniform", lambda seed, position: u)
-        [outcome] = target.launch([Work(sequence, 1, 0, lookahead=1, slot=0, proposal=proposal)]).collect()
+        [outcome] = verified(target, [Work(sequence, 1, 0, lookahead=1, slot=0, proposal=proposal)])
     assert outcome is not None
     return outcome.token_ids
 
@@ -836,7 +841,7 @@ def decide(kind: type[Target], works: Seq[Work]) -> list[Outcome | None]:
     target = make_target(MODEL, 6, lookahead=3, max_len=16, kind=kind)
     for work in works:
         target.admit(work.sequence)
-    return target.launch(works).collect()
+    return verified(target, works)
 
 
 @given(batches())

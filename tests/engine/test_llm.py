@@ -105,15 +105,15 @@ def test_a_stream_collected_in_the_middle_of_a_round_harms_nobody(llm: LLM) -> N
     """Catches a garbage collector that releases a sequence's blocks while they are being computed."""
     holder = Holder(llm.stream("hello", SamplingParams(max_new_tokens=50, ignore_eos=True)))
     next(holder.stream)
-    launch = llm.engine.round.target.launch
+    forward = llm.engine.round.target.forward
 
-    def collecting(*arguments: Any) -> Any:
+    def collecting(*arguments: Any, **options: Any) -> Any:
         gc.collect()
-        return launch(*arguments)
+        return forward(*arguments, **options)
 
     del holder
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm.engine.round.target, "launch", collecting)
+        patch.setattr(llm.engine.round.target, "forward", collecting)
         assert len(llm.generate("other", SHORT)[0].token_ids) == 8
     wait_until_idle(llm.driver)
 
@@ -126,12 +126,12 @@ def test_a_request_whose_round_fails_says_so(llm: LLM) -> None:
 
     for ask in (lambda: llm.generate("hello", SHORT), lambda: list(llm.stream("hello", SHORT))):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(llm.engine.round.target, "launch", failing)
+            patch.setattr(llm.engine.round.target, "stage", failing)
             with pytest.raises(RequestFailed, match="out of memory"):
                 ask()
         assert llm.generate("hello", SHORT)[0].finish_reason == "length"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm.engine.round.target, "launch", failing)
+        patch.setattr(llm.engine.round.target, "stage", failing)
         outputs = llm.generate(["one", "two"], SHORT)
     assert [output.finish_reason for output in outputs] == ["error", "error"]
     assert all("out of memory" in (output.error or "") for output in outputs)
