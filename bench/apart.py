@@ -138,11 +138,11 @@ def worker_drafter(llm: LLM, args: argparse.Namespace, k: int, budget: int | str
 def run_worker(delay: float, fd: int) -> None:
     """The worker, each step of whose draft takes `delay` ms longer."""
     from ssd.assembly.draft_workers import build_worker_drafter
-    from ssd.drafting.step import ModelStep
+    from ssd.drafting.runner import DraftRunner
     from ssd.drafting.worker import run
 
     for name in ("read", "extend"):
-        compute = getattr(ModelStep, name)
+        compute = getattr(DraftRunner, name)
 
         def delayed(self: Any, *arguments: Any, compute: Any = compute) -> Any:
             found, end = compute(self, *arguments), time.perf_counter() + delay / 1e3
@@ -150,7 +150,7 @@ def run_worker(delay: float, fd: int) -> None:
                 pass
             return found
 
-        setattr(ModelStep, name, delayed)
+        setattr(DraftRunner, name, delayed)
     run(fd, build_worker_drafter)
 
 

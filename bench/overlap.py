@@ -50,10 +50,10 @@ def timings(engine: Engine, drafter: Drafter, k: int, temperature: float) -> lis
     target = engine.round.target
     if not isinstance(drafter, SSDDrafter) or not isinstance(target, Target):
         raise AssertionError("the engine was built for another mode")
-    runner, params = drafter.model.runner, SamplingParams(temperature=temperature)
+    runner, params = drafter.runner, SamplingParams(temperature=temperature)
     prompt = (1,) * CONTEXT
     target.state.admit(SLOT, Sequence(0, Request("", prompt, params), 0, 7, frozenset(), LONGEST, tokens=list(prompt)))
-    for model in (target.runner, runner.runner):
+    for model in (target.runner, runner.model_runner):
         model.tables.reset(SLOT)
         model.tables.update([(SLOT, list(range(-(-(CONTEXT + 2 * k + 2) // model.block_size))))])
     staged = target.runner.stage(Batch([SLOT], [-1], [k + 1], [k + 1]))

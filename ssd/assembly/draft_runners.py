@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ssd.assembly.device import batched_tokens
 from ssd.assembly.draft_models import run_shapes
 from ssd.assembly.sharing import share_gpu
 from ssd.assembly.warm_up import warm_up
 from ssd.config import EngineConfig, SpeculationConfig
-from ssd.drafting.eagle import EagleModel, EagleStep
+from ssd.drafting.eagle import EagleModel, EagleRunner
 from ssd.drafting.fan_out import Adaptive, FanOut, Geometric, Listed, Share
 from ssd.drafting.model import DraftModel, DraftSource
 from ssd.drafting.runner import DraftRunner
 from ssd.drafting.ssd import SSDDrafter
-from ssd.drafting.step import DraftStep, ModelStep
 from ssd.execution.features import Features
 from ssd.execution.graphs import row_buckets
 from ssd.execution.runner import ModelRunner
@@ -24,10 +25,9 @@ def make_draft_model(
 ) -> DraftModel:
     """`target`: that of the same process."""
     shared = config.speculation.placement == "stream"
-    step = ModelStep(runner, run_shapes(config, runner.decoder.device), shared=shared)
-    draft = _make_runner(config, step)
+    draft = DraftRunner(runner, run_shapes(config, runner.decoder.device), shared=shared, **_options(config))
     if draft.on_cuda:
-        _warm_up(config, draft, step, fan_out, target)
+        _warm_up(config, draft, fan_out, target)
     return DraftModel(
         draft,
         max_len=runner.decoder.config.max_position,
@@ -37,27 +37,26 @@ def make_draft_model(
 
 
 def make_eagle_model(config: EngineConfig, runner: ModelRunner, features: Features) -> EagleModel:
-    head = _make_runner(config, EagleStep(runner, features, run_shapes(config, runner.decoder.device)))
+    head = EagleRunner(runner, features, run_shapes(config, runner.decoder.device), **_options(config))
     if head.on_cuda:
         usual = row_buckets(config.max_num_seqs), make_fan_out(config.speculation)
         warm_up("head", [lambda: head.rehearse(*usual)], [] if config.eager else [lambda: head.capture(*usual)])
     return EagleModel(head)
 
 
-def _make_runner(config: EngineConfig, step: DraftStep) -> DraftRunner:
+def _options(config: EngineConfig) -> dict[str, Any]:
+    """Those of a DraftRunner."""
     rejection, c = config.speculation.acceptance == "rejection", config.speculation.saguaro_c
-    return DraftRunner(step, rejection=rejection, saguaro_c=c, graphs=not config.eager)
+    return {"rejection": rejection, "saguaro_c": c, "graphs": not config.eager}
 
 
-def _warm_up(
-    config: EngineConfig, draft: DraftRunner, step: ModelStep, fan_out: FanOut, target: ModelRunner | None
-) -> None:
-    runner, usual = draft.runner, (row_buckets(config.max_num_seqs), fan_out)
+def _warm_up(config: EngineConfig, draft: DraftRunner, fan_out: FanOut, target: ModelRunner | None) -> None:
+    runner, usual = draft.model_runner, (row_buckets(config.max_num_seqs), fan_out)
     max_tokens = min(batched_tokens(config, draft.device), runner.decoder.config.max_position)
     if not config.eager:
         runner.plan_graphs(prefill_only=True)
     rehearsals = [lambda: runner.rehearse(max_tokens), lambda: draft.rehearse(*usual)]
-    captures = [step.use_one_kernel]
+    captures = [draft.use_one_kernel]
     if not config.eager:
         captures.append(runner.capture)
         if target is not None and config.speculation.placement == "stream":

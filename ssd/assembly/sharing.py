@@ -61,7 +61,6 @@ def _round_seconds(target: ModelRunner, draft: DraftRunner, fan_out: FanOut, wid
             fan_out=fan_out,
             statistics=OutcomeStatistics(),
         )
-        draft.snapshot(staged)
         batch = target.stage(Batch([target.state.padding], [0], [1 + count], [1 + count]))
         torch.cuda.synchronize(draft.device)
         began = now(draft.device)

@@ -39,14 +39,11 @@ class Verifier(Protocol):
 
     def admit(self, sequence: Sequence) -> None: ...
 
-    def stage(self, works: Seq[Work]) -> StagedWorks:
-        """Uploads what the host knows of a round; drafts in the state may change until `forward`."""
+    def stage(self, works: Seq[Work]) -> StagedWorks: ...
 
-    def forward(self, staged: StagedWorks, *, in_part: bool = False) -> WorkLogits:
-        """Launches the forward pass; `in_part`: in the part of the GPU that the drafter leaves to it."""
+    def forward(self, staged: StagedWorks, *, in_part: bool) -> WorkLogits: ...
 
-    def decide(self, logits: WorkLogits) -> Verification:
-        """Samples and accepts."""
+    def decide(self, logits: WorkLogits) -> Verification: ...
 
     @property
     def failure(self) -> str | None:

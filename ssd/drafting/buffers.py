@@ -157,10 +157,6 @@ class DraftBuffers:
         if self.states.numel():
             self.draft_states[self._inputs[False].slots(n)] = self.states[:n]
 
-    def tables(self, shape: RunShape) -> Tables:
-        """The model's own block tables."""
-        return Tables(self.runner.tables.tensor, self._inputs[shape.branches].slots(shape.sequences))
-
     def read_batch(self, shape: RunShape, tables: Tables, logit_rows: torch.Tensor | None) -> DeviceBatch:
         """Every sequence's new tokens, whose KV goes to the blocks."""
         n, reads, indices = shape.sequences, shape.reads, self.indices(shape)

@@ -16,50 +16,54 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from ssd.core import Work
-from ssd.drafting.buffers import DraftBuffers, Tables
+from ssd.drafting.buffers import Tables
+from ssd.drafting.fan_out import FanOut
 from ssd.drafting.model import DraftSequence, DraftSource
+from ssd.drafting.runner import DraftRunner
 from ssd.drafting.shapes import RunShape, RunShapes
-from ssd.drafting.step import forward
 from ssd.execution.features import Features
 from ssd.execution.runner import ModelRunner
 
 CARRIED = 0.8  # of a difference in hidden states, by each step: acceptance of the bundled heads is best from 0.7 to 0.8
 
 
-class EagleStep:
-    """A step of a head. `write` reads one token of each sequence: the others have KV."""
+class EagleRunner(DraftRunner):
+    """Runs of a head. `write` reads one token of each sequence: the others have KV."""
 
-    def __init__(self, runner: ModelRunner, features: Features, shapes: RunShapes) -> None:
-        self.runner, self.features = runner, features
-        self.head = head = features.head
-        width, branches = head.config.hidden_size, shapes.max_width > 0
+    def __init__(self, model_runner: ModelRunner, features: Features, shapes: RunShapes, **options: Any) -> None:
+        self.features, self.head = features, features.head
+        head, width, branches = self.head, self.head.config.hidden_size, shapes.max_width > 0
         shapes = replace(shapes, most_written_reads=1)
-        self.buffers = DraftBuffers(runner, shapes, states_width=width if branches else 0)
-        self.device = self.buffers.device
+        super().__init__(model_runner, shapes, states_width=width if branches else 0, **options)
         rows = max(shapes.max_rows, shapes.max_sequences * shapes.most_reads(branches))
         head.hidden = torch.zeros((rows, width), dtype=head.dtype, device=self.device)
         if not branches:
             return
-        n, private = shapes.max_sequences, private_blocks(shapes.lookahead, runner.block_size)
+        n, private = shapes.max_sequences, private_blocks(shapes.lookahead, model_runner.block_size)
         blocks = torch.arange(n * private, dtype=torch.int32, device=self.device).view(n, private)
         # Behind the branch slots, which are behind the pool's blocks.
-        self._private = blocks + runner.num_blocks - (-shapes.scratch_slots // runner.block_size)
-        columns = runner.tables.tensor.shape[1] + private
+        self._private = blocks + model_runner.num_blocks - (-shapes.scratch_slots // model_runner.block_size)
+        columns = model_runner.tables.tensor.shape[1] + private
         self._private_tables = torch.zeros((n, columns), dtype=torch.int32, device=self.device)
         self._private_tables[:, 0] = columns - 1
         self._sequences = torch.arange(n, dtype=torch.int32, device=self.device)
-        self._before = torch.zeros((n, width), dtype=head.dtype, device=self.device)  # see `snapshot`
+        self._before = torch.zeros((n, width), dtype=head.dtype, device=self.device)  # see `_copy_inputs`
         carried = 0.0 if head.eagle.norm_before_residual else CARRIED  # there the stream is another after each step
         powers = [[carried**place] for place in range(shapes.reads)]
         self._carry = torch.tensor(powers, dtype=head.dtype, device=self.device)
 
-    def snapshot(self, n: int) -> None:
-        """Copies what the verification overwrites: the feature before the last token, and the block it is in."""
-        inputs, tables, size = self.buffers.inputs(branches=True), self.runner.tables.tensor, self.runner.block_size
+    def _copy_inputs(self, n: int, branches: bool) -> None:
+        """For branches also what the verification overwrites: the feature before the last token, and its block."""
+        super()._copy_inputs(n, branches)
+        if not branches:
+            return
+        tables, size = self.model_runner.tables.tensor, self.model_runner.block_size
+        inputs = self.buffers.inputs(branches=True)
         slots, first = inputs.slots(n), inputs.first[:n]
         self._before[:n].copy_(self.features.before(slots, first))
         private, own = self._private_tables[:n], self._private[:n]
@@ -67,7 +71,7 @@ class EagleStep:
         columns = 1 + first[:, None] // size + torch.arange(own.shape[1], device=self.device)
         private.scatter_(1, columns.long(), own)
         source = tables[slots, 1 + first // size]
-        for cache in self.runner.kv[0]:
+        for cache in self.kv[0]:
             cache[own[:, 0]] = cache[source]
 
     def read(self, shape: RunShape, logit_rows: torch.Tensor | None) -> torch.Tensor:
@@ -81,20 +85,21 @@ class EagleStep:
         hidden[:, :1].copy_(before)
         if not shape.branches:
             self._keep_states(shape, 0)
-        logits = forward(self.runner, self.buffers.read_batch(shape, self._tables(shape), logit_rows))
+        logits = super().read(shape, logit_rows)
         if not shape.branches:
             self._keep_states(shape, 1)
         return logits
 
-    def begin_branches(self, shape: RunShape) -> None:
+    def _read_and_plan(self, shape: RunShape, fan_out: FanOut) -> None:
         """Each branch begins with the head's state where it leaves the draft."""
+        super()._read_and_plan(shape, fan_out)
         n, after = shape.sequences, self.buffers.after[: shape.sequences, : shape.width]
         left = self._read_states(shape)[self._sequences[:n, None], after]
         self.head.hidden[: shape.rows].copy_(left.flatten(0, 1))
         self._keep_states(shape, 0)
 
     def extend(self, shape: RunShape, depth: int) -> torch.Tensor:
-        logits = forward(self.runner, self.buffers.row_batch(shape, depth, self._tables(shape)))
+        logits = super().extend(shape, depth)
         self._keep_states(shape, depth + (1 if shape.branches else 2))
         return logits
 
@@ -108,7 +113,7 @@ class EagleStep:
 
     def _tables(self, shape: RunShape) -> Tables:
         if not shape.branches:
-            return self.buffers.tables(shape)
+            return super()._tables(shape)
         return Tables(self._private_tables, self._sequences[: shape.sequences])
 
 
@@ -124,5 +129,5 @@ class EagleModel(DraftSource):
         """None before the feature that a draft begins with is there: for prompts, and for the first token of a text."""
         if not work.is_decode or work.sequence.least_len < 2:
             return None
-        self.runner.runner.tables.update([(work.slot, work.sequence.kv.blocks)])
+        self.model_runner.tables.update([(work.slot, work.sequence.kv.blocks)])
         return DraftSequence(work.slot)

@@ -29,7 +29,7 @@ class PieceGraphs:
 
     def launch(self, key: Hashable, compute: Compute, stream: torch.cuda.Stream | None = None) -> None:
         """Replays the key's graph; without one it runs `compute`, and captures it for the next time (`capture`)."""
-        if self.enabled and key in self._graphs:
+        if key in self._graphs:
             self._graphs[key].replay()
             return
         if self._recordings is not None:

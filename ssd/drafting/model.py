@@ -41,11 +41,25 @@ class DraftSource:
     """
 
     def __init__(self, runner: DraftRunner) -> None:
-        self.runner = runner
+        self.runner, self.model_runner = runner, runner.model_runner
 
     def state_of(self, work: Work, works: Seq[Work]) -> DraftSequence | None:
         """Its state of a work's sequence; None: it cannot draft for it now."""
         raise NotImplementedError
+
+    def write(self, able: Seq[Able], origin: Origin = Origin.DRAFT) -> tuple[list[Proposal], DraftRun]:
+        """Writes drafts that the target waits for."""
+        runner, count = self.runner, max(work.lookahead for work, _ in able)
+        reads, works = self.num_unread(able), [work for work, _ in able]
+        slots, params = [work.slot for work in works], [work.sequence.params for work in works]
+        run = runner.write(slots, params, count, reads, origin)
+        if not runner.rejection:
+            return [Proposal(num_on_device=work.lookahead, origin=origin) for work in works], run
+        proposals = []
+        for row, work in enumerate(works):
+            tokens = tuple(run.tokens[row][: work.lookahead])
+            proposals.append(Proposal(tokens, runner.distributions(row, 0, len(tokens)), origin))
+        return proposals, run
 
     def num_unread(self, able: Seq[Able]) -> int:
         """Upper bound of the tokens that a run has to read of each of these sequences."""
@@ -81,8 +95,9 @@ class DraftModel(DraftSource):
         super().__init__(runner)
         self.max_len = max_len  # positions of the draft model
         self.max_num_batched_tokens = max_num_batched_tokens
-        model = runner.runner
-        self.pool = BlockPool(model.num_blocks, model.block_size, prefix_caching=prefix_caching)
+        num_blocks, block_size = self.model_runner.num_blocks, self.model_runner.block_size
+        self.pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching)
+        self._computed = runner.buffers.computed
         self._sequences: dict[int, DraftSequence] = {}  # by sequence id, least recently used first
 
     def state_of(self, work: Work, works: Seq[Work]) -> DraftSequence | None:
@@ -90,18 +105,18 @@ class DraftModel(DraftSource):
 
         None: the draft model cannot draft for it (out of KV blocks, positions or vocabulary).
         """
-        sequence, model = work.sequence, self.runner.runner
+        sequence, tables = work.sequence, self.model_runner.tables
         own = self._sequences.pop(sequence.id, None)
         if own is None:
             own = DraftSequence(work.slot)
             self.pool.attach_prefix(own.kv, sequence.tokens)
-            model.tables.reset(work.slot)
-            self.runner.buffers.computed[work.slot].fill_(own.kv.num_computed)
+            tables.reset(work.slot)
+            self._computed[work.slot].fill_(own.kv.num_computed)
         self._sequences[sequence.id] = own
         length = sequence.most_len + work.lookahead
         if not self._in_vocabulary(own, sequence) or length > self.max_len or not self._grow(own, length, works):
             return None
-        model.tables.update([(work.slot, own.kv.blocks)])
+        tables.update([(work.slot, own.kv.blocks)])
         return own
 
     def num_unread(self, able: Seq[Able]) -> int:
@@ -193,15 +208,15 @@ class DraftModel(DraftSource):
                         own.kv.num_computed += count
                         left -= count
                 slots, starts, counts = map(list, zip(*chunks, strict=True))
-                self.runner.runner.forward(Batch(slots, starts, counts, [0] * len(chunks)))
+                self.model_runner.forward(Batch(slots, starts, counts, [0] * len(chunks)))
                 unread = [(own, end) for own, end in unread if own.kv.num_computed < end]
         for own, _ in ends:
-            self.runner.buffers.computed[own.slot].fill_(own.kv.num_computed)
+            self._computed[own.slot].fill_(own.kv.num_computed)
 
     def _in_vocabulary(self, own: DraftSequence, sequence: Sequence) -> bool:
         """Whether all committed tokens are in the draft's vocabulary."""
         new = sequence.tokens[own.num_checked :]
-        if all(token < self.runner.runner.vocab_size for token in new):
+        if all(token < self.model_runner.vocab_size for token in new):
             own.num_checked += len(new)
             return True
         return False
@@ -228,20 +243,6 @@ def wants_draft(work: Work) -> bool:
     return work.lookahead > 0 and work.sequence.least_len > work.sequence.num_prompt
 
 
-def write_drafts(model: DraftSource, able: Seq[Able], origin: Origin = Origin.DRAFT) -> tuple[list[Proposal], DraftRun]:
-    """Runs the draft model for drafts that the target waits for."""
-    runner, count = model.runner, max(work.lookahead for work, _ in able)
-    reads, works = model.num_unread(able), [work for work, _ in able]
-    run = runner.write([work.slot for work in works], [work.sequence.params for work in works], count, reads, origin)
-    if not runner.rejection:
-        return [Proposal(num_on_device=work.lookahead, origin=origin) for work in works], run
-    proposals = []
-    for row, work in enumerate(works):
-        tokens = tuple(run.tokens[row][: work.lookahead])
-        proposals.append(Proposal(tokens, runner.distributions(row, 0, len(tokens)), origin))
-    return proposals, run
-
-
 class ModelDrafter(Drafter):
     """The drafter of SD: the draft model writes in `propose`, while the target waits."""
 
@@ -255,7 +256,7 @@ class ModelDrafter(Drafter):
         able = [(w, own) for w in works if wants_draft(w) and (own := self.model.state_of(w, works))]
         if not able:
             return super().propose(works)
-        written, run = write_drafts(self.model, able)
+        written, run = self.model.write(able)
         self._runs.append(run)
         proposals = {id(work): proposal for (work, _), proposal in zip(able, written, strict=True)}
         return [proposals.get(id(work), Proposal()) for work in works]

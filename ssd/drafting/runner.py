@@ -14,23 +14,28 @@ import functools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ssd.core import Origin, SamplingParams
 from ssd.decoding.drafter import never
+from ssd.drafting.buffers import DraftBuffers, Tables
 from ssd.drafting.choice import TokenChoice
 from ssd.drafting.fan_out import RANKS, FanOut, OutcomeStatistics
 from ssd.drafting.graphs import PieceGraphs
-from ssd.drafting.shapes import RunShape
-from ssd.drafting.step import DraftStep
+from ssd.drafting.shapes import RunShape, RunShapes
 from ssd.execution.clock import Clock, StreamClock, now
 from ssd.execution.host_copy import HostCopy
+from ssd.execution.runner import ModelRunner
 from ssd.kernels.cuda.partition import Part
+from ssd.kernels.cuda.persistent import PersistentStep
+from ssd.kernels.ops import DeviceBatch
 from ssd.kernels.transfers import upload
 from ssd.kernels.triton.compile import compiling
+from ssd.models.persistent import persistent_step
+from ssd.parallel.tensor import TensorParallel
 from ssd.sampling.sampler import ALL_NEEDS, Needs, Rows
 
 MAX_ROWS_IN_PART = 16  # of a preparation; more need more of the GPU than the target can spare
@@ -43,7 +48,7 @@ class StagedBranches:
 
     slots: list[int]
     shape: RunShape
-    at: Clock | None = None  # when they were copied from the SequenceState
+    at: Clock  # when they were copied from the SequenceState
 
 
 @dataclass
@@ -91,22 +96,33 @@ class DraftRun:
 
 
 class DraftRunner:
-    """Launches the pieces of runs: `step` computes logits, `choice` takes tokens from them."""
+    """Launches the pieces of runs of an autoregressive draft model, whose steps are a forward pass each.
+
+    `shared`: branches are prepared while the target computes on the same GPU, so they are several kernels a step.
+    `rejection`, `saguaro_c`: see `TokenChoice`. `states_width`: see `DraftBuffers`.
+    """
 
     def __init__(
-        self, step: DraftStep, *, rejection: bool = False, saguaro_c: float = 1.0, graphs: bool = False
+        self,
+        model_runner: ModelRunner,
+        shapes: RunShapes,
+        *,
+        rejection: bool = False,
+        saguaro_c: float = 1.0,
+        graphs: bool = False,
+        shared: bool = False,
+        states_width: int = 0,
     ) -> None:
-        self.step = step
-        self.runner, self.buffers = step.runner, step.buffers
-        self.state, self.device, self.shapes = self.buffers.state, self.buffers.device, self.buffers.shapes
+        self.model_runner, self.decoder, self.kv = model_runner, model_runner.decoder, model_runner.kv
+        self.state, self.device, self.shapes = model_runner.state, model_runner.state.device, shapes
+        self.rejection, self.shared = rejection, shared
+        self.buffers = DraftBuffers(model_runner, shapes, states_width=states_width)
         self.choice = TokenChoice(self.buffers, rejection=rejection, saguaro_c=saguaro_c)
-        self.rejection = rejection
         self.on_cuda = self.device.type == "cuda"
         self.stream = torch.cuda.Stream(priority=-1) if self.on_cuda else None  # type: ignore[no-untyped-call]
-        decoder = self.runner.decoder
-        self.graphs = PieceGraphs(
-            enabled=graphs and self.on_cuda, on_use=decoder.tp.size == 1, recordings=decoder.recordings
-        )
+        on_use, recordings = self.decoder.tp.size == 1, self.decoder.recordings
+        self.graphs = PieceGraphs(enabled=graphs and self.on_cuda, on_use=on_use, recordings=recordings)
+        self.one_kernel: PersistentStep | None = None  # for steps of small batches, takes the whole GPU
         self.part: Part | None = None  # of the GPU, where small preparations compute beside the target
         self._origins = HostCopy(self.state.origin)  # of the drafts looked up last
 
@@ -138,16 +154,20 @@ class DraftRunner:
         fan_out: FanOut,
         statistics: OutcomeStatistics,
     ) -> StagedBranches:
-        """Uploads the inputs of `branch`; `drafted`: draft length of each sequence in the verification."""
+        """Inputs of `branch`, uploaded and copied out of the SequenceState, right before the verification.
+
+        `drafted`: draft length of each sequence in the verification.
+        """
         shape = self.shapes.of(len(slots), max(drafted) + 1, params, fan_out, budget)
         self._upload(slots, drafted, shape)
         constants = fan_out.constants(statistics, self.state.drafts.shape[1], shape.width)
         upload(constants, self.buffers.plan_constants[: len(constants)])
-        return StagedBranches(list(slots), shape)
+        self._stage(shape)
+        return StagedBranches(list(slots), shape, now(self.device))
 
     @torch.inference_mode()
-    def snapshot(self, staged: StagedBranches) -> None:
-        """Copies the inputs of `branch` out of the SequenceState, right before the verification."""
+    def restage(self, staged: StagedBranches) -> None:
+        """Copies them once more: drafts in the SequenceState have changed."""
         self._stage(staged.shape)
         staged.at = now(self.device)
 
@@ -162,8 +182,8 @@ class DraftRunner:
     ) -> DraftRun:
         """Writes `count` tokens after each likely outcome of the verification.
 
-        `overlap`: on the draft's own stream, concurrently with what was launched after `snapshot`. `interrupted` is
-        polled between two depths, where there are no graphs.
+        `overlap`: on the draft's own stream, concurrently with what was launched after `stage_branches`. `interrupted`
+        is polled between two depths, where there are no graphs.
         """
         shape = staged.shape
         with self.beside(staged.at) if overlap else nullcontext():
@@ -221,10 +241,10 @@ class DraftRunner:
     @torch.inference_mode()
     def rehearse(self, sequences: Seq[int], fan_out: FanOut) -> None:
         """Runs on padding, of all shapes that have kernels of their own."""
-        with self.runner.decoder.distinct_layers(), self.state.sampling.tables():
+        with self.decoder.distinct_layers(), self.state.sampling.tables():
             for shape in self.shapes.usual(sequences, fan_out):
                 self._upload([self.state.padding] * shape.sequences, [0] * shape.sequences, shape)
-                self._compute_stage(shape.sequences, shape.branches)
+                self._copy_inputs(shape.sequences, shape.branches)
                 for needs in ALL_NEEDS if compiling() else [Needs()]:
                     self._compute(shape._replace(needs=needs), _READING)
                     self._compute(shape._replace(needs=needs, reads=self.shapes.reads), 0)
@@ -238,9 +258,13 @@ class DraftRunner:
         """Captures the graphs of the usual shapes, so that no request waits for them."""
         for shape in self.shapes.usual(sequences, fan_out):
             n, branches = shape.sequences, shape.branches
-            self.graphs.capture(("stage", n, branches), functools.partial(self._compute_stage, n, branches))
+            self.graphs.capture(("stage", n, branches), functools.partial(self._copy_inputs, n, branches))
             for piece in range(_READING, self.shapes.lookahead if branches else self.shapes.lookahead - 1):
                 self.graphs.capture(*self._piece(shape, piece))
+
+    def use_one_kernel(self) -> None:
+        """Makes small steps one kernel each, where there is such a kernel. The KV must be unused."""
+        self.one_kernel = persistent_step(self.decoder, self.kv)
 
     def part_of(self, shape: RunShape) -> Part | None:
         """The part of the GPU where a run of this shape computes beside the target; None: the whole GPU."""
@@ -259,7 +283,7 @@ class DraftRunner:
         """Launches a piece, on all ranks of a split draft model (`follow`)."""
         captured = self._piece(shape, piece)
         shape, piece, _ = captured[0]
-        followers = self.runner.followers
+        followers = self.model_runner.followers
         key = shape.sequences, shape.reads, shape.width, piece
         with followers.launching(key, draft=True) if followers is not None else nullcontext():
             self.graphs.launch(*captured)
@@ -280,19 +304,17 @@ class DraftRunner:
         self.buffers.upload(slots, drafted, shape)
 
     def _stage(self, shape: RunShape) -> None:
-        """Copies the run's inputs out of the SequenceState."""
         n, branches = shape.sequences, shape.branches
-        self.graphs.launch(("stage", n, branches), lambda: self._compute_stage(n, branches))
+        self.graphs.launch(("stage", n, branches), functools.partial(self._copy_inputs, n, branches))
 
-    def _compute_stage(self, n: int, branches: bool) -> None:
+    def _copy_inputs(self, n: int, branches: bool) -> None:
+        """Copies the inputs of a run for n sequences out of the SequenceState."""
         self.buffers.stage(n, branches=branches)
-        if branches:
-            self.step.snapshot(n)
 
     def _compute(self, shape: RunShape, piece: int) -> None:
         with torch.inference_mode():
             if piece != _READING:
-                logits = self.step.extend(shape, piece)
+                logits = self.extend(shape, piece)
                 self.choice.choose(shape, piece + 1, logits, self.buffers.decided(shape))
             elif shape.fan_out is not None:
                 self._read_and_plan(shape, shape.fan_out)
@@ -302,7 +324,7 @@ class DraftRunner:
     def _read_and_choose(self, shape: RunShape) -> None:
         n, inputs = shape.sequences, self.buffers.inputs(branches=False)
         count = inputs.count[:n].clamp(max=shape.reads)
-        logits = self.step.read(shape, self.buffers.indices(shape).before + count)
+        logits = self.read(shape, self.buffers.indices(shape).before + count)
         self.choice.choose(shape, 0, logits, Rows(inputs.slots(n), inputs.first[:n] + count))
 
     def _read_and_plan(self, shape: RunShape, fan_out: FanOut) -> None:
@@ -312,7 +334,7 @@ class DraftRunner:
         following = inputs.tokens[:n, 1 : shape.reads + 1]  # the token after each token that is read
         excluded = torch.where(place + 1 < count, following, -1).flatten()
         rows = Rows(inputs.slots(n)[buffers.indices(shape).read_sequence], (first + place + 1).flatten())
-        ranked = self.choice.rank(self.step.read(shape, None), rows, shape.needs, excluded)
+        ranked = self.choice.rank(self.read(shape, None), rows, shape.needs, excluded)
         buffers.likeliest[: len(ranked)].copy_(ranked)
         after, rank = fan_out.plan(
             buffers.plan_constants, buffers.verified_confidence[:n], buffers.hit[:n], inputs.drafted(n), width
@@ -320,7 +342,6 @@ class DraftRunner:
         buffers.after[:n, :width].copy_(after)
         roots = ranked.view(n, -1).gather(1, (after * RANKS + rank).long())
         buffers.chain[: shape.rows, 0].copy_(roots.flatten())
-        self.step.begin_branches(shape)
 
     def _launched(self, slots: Seq[int], shape: RunShape, depth: int, began: Clock) -> DraftRun:
         buffers, wanted = self.buffers, shape.sequences if shape.branches else 0
@@ -332,3 +353,39 @@ class DraftRunner:
             buffers.verified_confidence[:wanted],
         )
         return DraftRun(list(slots), shape.width, depth, began, results)
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def read(self, shape: RunShape, logit_rows: torch.Tensor | None) -> torch.Tensor:
+        """Reads each sequence's newest tokens; logits of these rows, or (None) after every token."""
+        return self._forward(shape, self.buffers.read_batch(shape, self._tables(shape), logit_rows))
+
+    def extend(self, shape: RunShape, depth: int) -> torch.Tensor:
+        """Logits after the newest token of every row, which is its `depth`-th."""
+        return self._forward(shape, self.buffers.row_batch(shape, depth, self._tables(shape)))
+
+    def _tables(self, shape: RunShape) -> Tables:
+        slots = self.buffers.inputs(branches=shape.branches).slots(shape.sequences)
+        return Tables(self.model_runner.tables.tensor, slots)
+
+    def _forward(self, shape: RunShape, batch: DeviceBatch) -> torch.Tensor:
+        """Logits of a forward pass, without tokens that the target does not have."""
+        step = None if self.shared and shape.branches else self.one_kernel
+        if step is not None and step.takes(batch):
+            logits = step(batch)
+        else:
+            logits = self.decoder(_of_first_rank(self.decoder.tp, batch), self.kv)
+        return logits[:, : self.state.vocab_size]
+
+
+def _of_first_rank(tp: TensorParallel, batch: DeviceBatch) -> DeviceBatch:
+    """Rank 0's batch, on all ranks of a split model."""
+    if tp.size == 1:
+        return batch
+    names = ("token_ids", "positions", "slot_mapping", "context_len", "table_rows", "logit_rows")
+    own = {name: found for name in names if (found := getattr(batch, name)) is not None}
+    packed = torch.cat([tensor.int() for tensor in own.values()])
+    tp.broadcast(packed)
+    parts = torch.split(packed, [len(tensor) for tensor in own.values()])
+    shared: dict[str, Any] = {name: part.to(own[name].dtype) for name, part in zip(own, parts, strict=True)}
+    return replace(batch, **shared)

@@ -18,7 +18,7 @@ from ssd.core import MODEL_WRITTEN, Origin, Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Confidence, Drafter, PerRound, Prepared, never
 from ssd.drafting.estimate import Average, TypicalSeconds
 from ssd.drafting.fan_out import FanOut, OutcomeStatistics
-from ssd.drafting.model import Able, DraftSource, wants_draft, write_drafts
+from ssd.drafting.model import Able, DraftSource, wants_draft
 from ssd.drafting.runner import DraftRun, StagedBranches
 
 _DECREASE, _INCREASE = 0.75, 0.25  # AIMD limit of branches: multiplied after an interrupted preparation, else added to
@@ -27,17 +27,13 @@ _MIN_SAMPLES = 5  # last times of jit that it is judged by
 _RETRY = 32  # decisions against jit before it is tried again
 
 
-def _average() -> Average:
-    """Moving average over about 16 observations."""
-    return Average(15 / 16)
-
-
 @dataclass
 class BackupPolicy:
     """Which backup to use after misses. "auto": jit if the tokens it adds exceed those lost by the batch's waiting."""
 
     backup: str  # "jit", "fast" or "auto"
-    yields: dict[Origin, Average] = field(default_factory=lambda: defaultdict(_average))  # tokens per round, by origin
+    # Tokens per round by origin: moving averages over about 16 observations.
+    yields: dict[Origin, Average] = field(default_factory=lambda: defaultdict(lambda: Average(15 / 16)))
     round_seconds: TypicalSeconds = field(default_factory=TypicalSeconds)
     write_seconds: TypicalSeconds = field(default_factory=lambda: TypicalSeconds(last=deque(maxlen=_MIN_SAMPLES)))
     num_declined: int = 0  # decisions against jit since it was last used
@@ -97,7 +93,7 @@ class SSDDrafter(Drafter):
         overlap: bool = True,
     ) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.runner = model, model.runner
         self.fan_out = fan_out
         self.lookahead = lookahead
         self.budget = budget
@@ -127,7 +123,7 @@ class SSDDrafter(Drafter):
             self._looked_up = [(work, own) for work, own in able if work.sequence.id in prepared]
             proposals, missed = self._look_up(run, places)
         if unprepared or missed:
-            written, self._written = write_drafts(self.model, unprepared + missed)
+            written, self._written = self.model.write(unprepared + missed)
             proposals |= {id(work): p for (work, _), p in zip(unprepared + missed, written, strict=True)}
             proposals |= {id(work): replace(proposals[id(work)], origin=Origin.JIT) for work, _ in missed}
         return [proposals.get(id(work), Proposal()) for work in works]
@@ -138,8 +134,8 @@ class SSDDrafter(Drafter):
         On the device, misses get their sibling's draft. With the rejection rule the host looks up, too, and misses are
         written.
         """
-        self.model.runner.look_up(run)
-        if not self.model.runner.rejection:
+        self.runner.look_up(run)
+        if not self.runner.rejection:
             on_device = {
                 id(work): Proposal(num_on_device=min(work.lookahead, run.depth), origin=Origin.HIT)
                 for work, _ in self._looked_up
@@ -154,7 +150,7 @@ class SSDDrafter(Drafter):
             if outcome in outcomes:
                 row = first + outcomes.index(outcome)
                 tokens = tuple(run.tokens[row][1 : work.lookahead + 1])
-                q = self.model.runner.distributions(row, 1, len(tokens) + 1)
+                q = self.runner.distributions(row, 1, len(tokens) + 1)
                 found[id(work)] = Proposal(tokens, q, Origin.HIT)
             else:
                 missed.append((work, own))
@@ -172,38 +168,36 @@ class SSDDrafter(Drafter):
             if work.proposal.origin is Origin.DRAFT:
                 self.model.mark_read(work, branched=False)
         if self._back_up() and self._staged is not None:
-            self.model.runner.snapshot(self._staged)  # the backup has changed the drafts
+            self.runner.restage(self._staged)  # the backup has changed the drafts
         if self._staged is None:
             return False
         for work in branching:
             self.model.mark_read(work, branched=True)
-        return self.overlap and self.model.runner.part_of(self._staged.shape) is not None
+        return self.overlap and self.runner.part_of(self._staged.shape) is not None
 
     def _back_up(self) -> bool:
         """Writes drafts after misses if the policy says so (this waits for the look-up); returns whether it did."""
         looked_up = self._looked_up
-        if self.model.runner.rejection or not looked_up or not self.policy.waits(len(looked_up), len(looked_up)):
+        if self.runner.rejection or not looked_up or not self.policy.waits(len(looked_up), len(looked_up)):
             return False
-        origins = self.model.runner.origins([work.slot for work, _ in looked_up])
+        origins = self.runner.origins([work.slot for work, _ in looked_up])
         missed = [pair for pair, origin in zip(looked_up, origins, strict=True) if origin is not Origin.HIT]
         if not missed or not self.policy.waits(len(missed), len(looked_up)):
             return False
-        _, self._written = write_drafts(self.model, missed, Origin.JIT)
+        _, self._written = self.model.write(missed, Origin.JIT)
         for work, _ in missed:
             self.model.mark_read(work, branched=False)
         return True
 
     def _stage(self, works: Seq[Work]) -> StagedBranches:
-        runner = self.model.runner
-        staged = runner.stage_branches(
+        staged = self.runner.stage_branches(
             [work.slot for work in works],
             [work.proposal.num_tokens for work in works],
             [work.sequence.params for work in works],
-            budget=max(1, min(self.budget, runner.shapes.width_of(len(works)), int(self._in_time))),
+            budget=max(1, min(self.budget, self.runner.shapes.width_of(len(works)), int(self._in_time))),
             fan_out=self.fan_out,
             statistics=self.statistics,
         )
-        runner.snapshot(staged)
         self._places = {work.sequence.id: place for place, work in enumerate(works)}
         return staged
 
@@ -211,12 +205,11 @@ class SSDDrafter(Drafter):
         staged, self._staged = self._staged, None
         if staged is not None:
             count = max(work.lookahead for work in works)
-            runner = self.model.runner
-            self._run = runner.branch(staged, count, overlap=self.overlap, interrupted=interrupted)
+            self._run = self.runner.branch(staged, count, overlap=self.overlap, interrupted=interrupted)
             if interrupted():
                 self._in_time = max(_MIN_BRANCHES, _DECREASE * staged.shape.width)
             else:
-                self._in_time = min(runner.shapes.max_width, self._in_time + _INCREASE)
+                self._in_time = min(self.runner.shapes.max_width, self._in_time + _INCREASE)
         self._rounds.put(works, _Round(self._run, self._written))
 
     def catch_up(self, works: Seq[Work]) -> bool:
@@ -243,13 +236,13 @@ class SSDDrafter(Drafter):
         if run is None or not rows:
             return {}
         first = min(rows.values())
-        sure = self.model.runner.confidence(run, first, max(rows.values()) + 1)
+        sure = self.runner.confidence(run, first, max(rows.values()) + 1)
         return {outcome: tuple(sure[row - first]) for outcome, row in rows.items()}
 
     def _rows(self, sequence: Sequence) -> dict[tuple[int, int], int]:
         """By outcome: the row of its branch in the last preparation."""
         run, place = self._run, self._places.get(sequence.id)
-        if run is None or place is None or self.model.runner.rejection:
+        if run is None or place is None or self.runner.rejection:
             return {}
         rows: dict[tuple[int, int], int] = {}
         for row, after in enumerate(run.after[place], place * run.width):

@@ -136,14 +136,14 @@ class Target:
             self.runner.features.admit(sequence.slot, sequence.kv.num_computed)
 
     def stage(self, works: Seq[Work]) -> StagedWorks:
-        """Uploads what the host knows of a round, the drafts in its proposals included."""
+        """Uploads what the host knows of a round; drafts in the SequenceState may change until `forward`."""
         reads = PromptReads.of(works, self.state)
         upload_drafts(self.state, works)
         self.runner.tables.update([(work.slot, work.sequence.kv.blocks) for work in works])
         return StagedWorks(works, self.runner.stage(Batch.of(works), reads.keep if reads else Keep.NOTHING), reads)
 
     def forward(self, staged: StagedWorks, *, in_part: bool = False) -> WorkLogits:
-        """Launches the forward pass, of the drafts in the SequenceState; `in_part`: see `ModelRunner.run`."""
+        """Launches the forward pass; `in_part`: in the target's part of the GPU, if there is a graph for that."""
         reads, on_host = staged.reads, HostLogits.of(staged.works, self.state)
         began = now(self.state.device)
         forward = self.runner.run(staged.batch, in_part=in_part, read=reads.read_logits if reads else None)

@@ -45,7 +45,6 @@ from ssd.drafting.ngram import NgramDrafter
 from ssd.drafting.runner import DraftRunner
 from ssd.drafting.shapes import RunShapes
 from ssd.drafting.ssd import SSDDrafter
-from ssd.drafting.step import ModelStep
 from ssd.engine.engine import Engine
 from ssd.engine.scheduler import Scheduler
 from ssd.execution.state import SequenceState
@@ -500,8 +499,8 @@ class Trial:
         if self.c is None:
             return NgramDrafter(self.k)
         shapes = RunShapes(self.k, max_sequences=MOST_RUNNING, max_rows=8 * MOST_RUNNING, widths=(8,))
-        step = ModelStep(make_runner(self.draft, state, scratch_slots=shapes.scratch_slots), shapes)
-        runner = DraftRunner(step, rejection=True, saguaro_c=self.c)
+        model_runner = make_runner(self.draft, state, scratch_slots=shapes.scratch_slots)
+        runner = DraftRunner(model_runner, shapes, rejection=True, saguaro_c=self.c)
         model = DraftModel(runner, max_len=64, max_num_batched_tokens=1 << 20, prefix_caching=False)
         if self.ahead is None:
             return ModelDrafter(model, self.k)

@@ -274,8 +274,7 @@ def test_a_kernel_that_takes_the_whole_gpu_is_not_used_beside_the_target(target:
     parts = Parts()
     with LLM(target, device="cpu", speculation=speculation) as llm, llm.driver.observing(parts):
         drafter: Any = llm.engine.round.drafter
-        step = drafter.model.runner.step
-        step.one_kernel, step._shared = parts, True
+        drafter.runner.one_kernel, drafter.runner.shared = parts, True
         llm.generate(PROMPTS[:4], [SamplingParams(max_new_tokens=16, temperature=1.0, seed=i) for i in range(4)])
         assert llm.engine.metrics.ssd_rounds["jit"] > 0
     assert parts.offered["settle"] > 0
@@ -377,7 +376,7 @@ def test_no_token_beyond_the_drafts_vocabulary_enters_its_embedding(
     speculation = {"mode": "ssd", "draft": str(tmp_path), "k": 3, "placement": "inline", "acceptance": acceptance}
     with LLM(target, device="cpu", max_num_seqs=2, speculation=speculation) as llm:
         drafter: Any = llm.engine.round.drafter
-        ops, seen = drafter.model.runner.runner.decoder.embedding, list[int]()
+        ops, seen = drafter.runner.decoder.embedding, list[int]()
         embed = ops.embed
         ops.embed = lambda tokens: seen.extend(tokens.tolist()) or embed(tokens)
         known = dict.fromkeys(range(20), 100.0)  # the target says nothing else

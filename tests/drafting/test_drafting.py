@@ -24,7 +24,6 @@ from ssd.drafting.model import DraftModel, ModelDrafter
 from ssd.drafting.ngram import NgramDrafter
 from ssd.drafting.runner import DraftRunner
 from ssd.drafting.ssd import BackupPolicy, SSDDrafter
-from ssd.drafting.step import ModelStep
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
 from ssd.kernels.cpu import library
@@ -276,8 +275,8 @@ def test_the_sequences_of_a_batch_are_read_together(
 ) -> None:
     """Catches a forward pass for each: 0.1 s on a GPU, with 64 of them, whenever a drafter had rested."""
     model.max_num_batched_tokens, sizes = most, list[int]()
-    forward = model.runner.runner.forward
-    monkeypatch.setattr(model.runner.runner, "forward", lambda batch: (sizes.append(batch.num_rows), forward(batch))[1])
+    forward = model.model_runner.forward
+    monkeypatch.setattr(model.model_runner, "forward", lambda batch: (sizes.append(batch.num_rows), forward(batch))[1])
     unread = sum(max(0, len(text) - model.runner.shapes.reads) for text in TEXTS)
     rounds = Rounds(ModelDrafter(model, K), model)
     for sequence, (_, draft) in zip(rounds.sequences, rounds.launch(), strict=True):
@@ -376,9 +375,9 @@ class CountedKernel:
 @pytest.mark.parametrize(("shared", "calls"), [(False, K + K + 1), (True, K)])
 def test_branches_beside_the_target_are_several_kernels(runner: DraftRunner, shared: bool, calls: int) -> None:
     """Catches a kernel for the whole GPU that is launched beside the target, and one that is never used."""
-    step = ModelStep(runner.runner, runner.shapes, shared=shared)
-    step.one_kernel = kernel = CountedKernel(runner.runner)  # type: ignore[assignment]
-    model = DraftModel(DraftRunner(step), max_len=256, max_num_batched_tokens=512)
+    own = DraftRunner(runner.model_runner, runner.shapes, shared=shared)
+    own.one_kernel = kernel = CountedKernel(runner.model_runner)  # type: ignore[assignment]
+    model = DraftModel(own, max_len=256, max_num_batched_tokens=512)
     rounds = Rounds(ahead(model), model)
     rounds.launch()
     assert kernel.calls == calls

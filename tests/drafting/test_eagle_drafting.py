@@ -169,7 +169,7 @@ def test_drafts_looked_up_have_the_states_of_their_branch(
 
     def spy(self: SSDDrafter, run: DraftRun, places: dict[int, int]) -> Any:
         found, missed = look_up(self, run, places)
-        buffers = self.model.runner.buffers
+        buffers = self.runner.buffers
         for work, _ in self._looked_up:
             if id(work) in found:
                 place, outcome = places[work.sequence.id], (work.sequence.last_accepted, work.sequence.tokens[-1])

@@ -15,7 +15,6 @@ from ssd.config import SpeculationConfig
 from ssd.decoding.rejection import RejectionTarget
 from ssd.drafting.runner import DraftRunner
 from ssd.drafting.shapes import RunShapes
-from ssd.drafting.step import ModelStep
 from ssd.execution.runner import _EAGER_SIZES, ModelRunner
 from ssd.execution.state import SequenceState
 from ssd.execution.target import Target
@@ -62,7 +61,7 @@ def test_a_rehearsal_of_the_target_leaves_nothing_behind(runner: ModelRunner, ki
 
 
 def test_a_rehearsal_of_the_draft_leaves_nothing_behind(runner: ModelRunner) -> None:
-    draft = DraftRunner(ModelStep(runner, SHAPES))
+    draft = DraftRunner(runner, SHAPES)
     runner.rehearse(48)
     draft.rehearse((1, 3, 4), make_fan_out(SpeculationConfig(mode="ssd", draft="any", k=K)))
     check_untouched(runner)

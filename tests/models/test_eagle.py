@@ -155,7 +155,7 @@ def test_a_grafted_head_drafts_what_the_small_one_drafts(
         with LLM(form.format(target.path), device="cpu", max_model_len=100, speculation=speculation) as llm:
             outputs = llm.generate([TOKENS, TOKENS[:7]], params)
             drafter: Any = llm.engine.round.drafter
-            sizes = drafter.model.runner.step.head.eagle
+            sizes = drafter.model.runner.head.eagle
         found.append([(each.token_ids, each.metrics.accepted_per_position) for each in outputs])
     assert found[0] == found[1]
     assert sum(found[0][0][1]) > 0
@@ -235,6 +235,6 @@ def test_an_embedding_that_is_a_copy_of_the_targets_is_not_kept(
     with LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": head.path, "k": K}) as llm:
         drafter: Any = llm.engine.round.drafter
         runner: Any = llm.engine.round.target
-        assert (drafter.model.runner.step.head.embedding is runner.runner.decoder.embedding) == copied
+        assert (drafter.model.runner.head.embedding is runner.runner.decoder.embedding) == copied
         outputs = llm.generate(TOKENS, SamplingParams(max_new_tokens=4))
         assert outputs[0].metrics.drafted > 0

@@ -25,7 +25,6 @@ from ssd.drafting.model import DraftModel
 from ssd.drafting.runner import DraftRunner
 from ssd.drafting.shapes import RunShapes
 from ssd.drafting.ssd import SSDDrafter
-from ssd.drafting.step import ModelStep
 from ssd.errors import ConfigError
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
@@ -166,7 +165,7 @@ def drafted(checkpoint: HFCheckpoint, tp: TensorParallel, queued: Queued) -> tor
     shapes = RunShapes(lookahead=k, max_sequences=3, max_rows=rows, widths=(5,))
     scratch = shapes.scratch_slots
     runner = ModelRunner(decoder, state, num_blocks=16, block_size=4, max_decode_rows=rows, scratch_slots=scratch)
-    draft = DraftRunner(ModelStep(runner, shapes))
+    draft = DraftRunner(runner, shapes)
     if tp.rank:
         queued.follow(runner, draft)
         return torch.zeros(0)
