@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from fakes import StateDrafter, make_harness
@@ -75,6 +76,24 @@ def test_the_parts_of_a_round_come_in_order() -> None:
         *("serve", "collect", "observe"),
     ]
     assert not events.open
+
+
+def test_target_and_drafter_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a draft that changes after the target has read it, and a preparation that waits for the decision."""
+    harness, calls = make_harness(drafter=StateDrafter(3)), list[str]()
+    round_ = harness.engine.round
+    for owner, names in ((round_.target, ("stage", "forward", "decide")), (round_.drafter, ("settle", "prepare"))):
+        for name in names:
+            call = getattr(owner, name)
+
+            def spy(*arguments: Any, name: str = name, call: Any = call, **options: Any) -> Any:
+                calls.append(name)
+                return call(*arguments, **options)
+
+            monkeypatch.setattr(owner, name, spy)
+    harness.run([1, 2, 3], SamplingParams(max_new_tokens=9, ignore_eos=True))
+    assert calls[:5] == ["stage", "settle", "forward", "prepare", "decide"]
+    assert calls == calls[:5] * (len(calls) // 5)
 
 
 def test_a_drafter_that_does_not_tell_its_branches_has_none() -> None:
