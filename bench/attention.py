@@ -66,7 +66,7 @@ def attention_seconds(
     """Seconds of one layer's attention, where all sequences have the same context. `stored`: type of the KV."""
     device = torch.device("cuda")
     ops = TritonOps()
-    ops.reserve(heads, device)
+    ops.reserve([heads], device)
     batch = make_batch(ops, heads, sequences, queries, context, prefill, device)
     blocks = batch.block_tables.numel()
     shape = (blocks, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim)
@@ -94,7 +94,7 @@ def make_batch(
     tables = torch.randperm(sequences * each).view(sequences, each)
     positions = torch.arange(context - queries, context).repeat(sequences)
     row = torch.arange(sequences).repeat_interleave(queries)
-    size = ops.tile_tokens(heads, prefill=prefill)
+    size = ops.tile_tokens([heads], prefill=prefill)
     tiles = ints(list(itertools.product(range(sequences), range(0, queries, size)))).t().contiguous()
     return DeviceBatch(
         token_ids=torch.zeros_like(ints(positions)),

@@ -27,7 +27,7 @@ from train_tiny import MLP, SHAPES, Model, Norm, Run, Shape, add_training_flags,
 
 from ssd.assembly.open import BUNDLE
 from ssd.grafts.export import eagle_json, write_json
-from ssd.layers.spec import AttentionSpec, LayerSpec, MLPSpec, RopeConfig
+from ssd.layers.spec import GQASpec, LayerSpec, MLPSpec, RopeConfig
 from ssd.models.eagle import EagleConfig
 
 FEATURE_LAYERS = (2, 6, 9)  # of 12: EAGLE-3's choice
@@ -252,7 +252,7 @@ def export(head: Head, ids: torch.Tensor, s: Shape, family: str, out: Path) -> N
     tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
     rope = RopeConfig(FAMILIES[family].theta)
-    attention = AttentionSpec(s.heads, s.kv_heads, s.head_dim, rope, first_position=1)
+    attention = GQASpec(s.heads, s.kv_heads, s.head_dim, rope, first_position=1)
     config = EagleConfig(
         family="eagle3",
         vocab_size=VOCAB,

@@ -42,7 +42,7 @@ from ssd.kernels.codes import TargetFormat
 from ssd.layers.formats import DENSE, FormatOf, WeightFormat
 from ssd.layers.formats.mxfp4 import GROUP, MXFP4
 from ssd.layers.formats.rounded import rounded
-from ssd.layers.spec import AttentionSpec, ExpertsSpec, LayerSpec, RopeConfig
+from ssd.layers.spec import ExpertsSpec, GQASpec, LayerSpec, RopeConfig
 from ssd.models.checkpoint import Checkpoint, all_weights, graft_note
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import parameter_shapes
@@ -348,9 +348,7 @@ def blocks_of(
     }
 
 
-def _attention_blocks(
-    small: AttentionSpec, big: AttentionSpec, read: Axis, written: Axis
-) -> dict[str, tuple[Axis, Axis]]:
+def _attention_blocks(small: GQASpec, big: GQASpec, read: Axis, written: Axis) -> dict[str, tuple[Axis, Axis]]:
     ratio = big.head_dim // small.head_dim
     sharper = math.sqrt(ratio)  # attention divides by the square root of the head size
     scales = copy_scales(ratio) if small.qk_norm else [1.0]
@@ -443,7 +441,7 @@ def _head(positions: torch.Tensor, scales: list[float], small_dim: int) -> Axis:
     return Axis(positions, source, scale)
 
 
-def _seats(small: AttentionSpec, big: AttentionSpec) -> tuple[list[int], list[int]]:
+def _seats(small: GQASpec, big: GQASpec) -> tuple[list[int], list[int]]:
     """The big head of every small one; and the small KV head in each of the first big ones."""
     small_group, group = small.num_heads // small.num_kv_heads, big.num_heads // big.num_kv_heads
     seats: list[int] = []

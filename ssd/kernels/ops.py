@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -113,11 +114,11 @@ class ExpertOutputs(NamedTuple):
 class Ops(Protocol):
     """Weights are passed to `prepare` once, which makes objects of them that multiply; x is always [rows, width]."""
 
-    def reserve(self, heads: HeadShape, device: torch.device) -> None:
-        """Allocates the scratch of `attention`."""
+    def reserve(self, heads: Seq[HeadShape], device: torch.device) -> None:
+        """Allocates the scratch of `attention` in layers with these heads, whatever their windows."""
 
-    def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
-        """Query tokens of one attention tile."""
+    def tile_tokens(self, heads: Seq[HeadShape], prefill: bool) -> int:
+        """Query tokens of one attention tile, the same in layers with any of these heads."""
 
     def prepare(self, weight: torch.Tensor, *, gated: bool = False, experts: int = 0) -> Weight:
         """Lays out a weight [out, in]. `gated`: its first half are gate rows, its second half up rows.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
@@ -68,10 +69,10 @@ class ReferenceWeight(Weight):
 class ReferenceOps(SharedOps):
     """Plain torch. Not row-invariant: the libraries choose their algorithm by the number of rows."""
 
-    def reserve(self, heads: HeadShape, device: torch.device) -> None:
+    def reserve(self, heads: Seq[HeadShape], device: torch.device) -> None:
         return
 
-    def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
+    def tile_tokens(self, heads: Seq[HeadShape], prefill: bool) -> int:
         return 1 << 30  # one tile per sequence: tiles are not used here
 
     def prepare(self, weight: torch.Tensor, *, gated: bool = False, experts: int = 0) -> Weight:

@@ -13,7 +13,8 @@ from ssd.layers.kv_scales import LayerScales
 from ssd.layers.linear import ColumnLinear, RowLinear
 from ssd.layers.norm import RMSNorm
 from ssd.layers.parameter import Build, LazyTensor, Parameter, share_of
-from ssd.layers.spec import AttentionSpec
+from ssd.layers.rotary import RopeTables
+from ssd.layers.spec import GQASpec
 
 LayerKV = tuple[torch.Tensor, ...]  # one layer's KV cache: tensors [blocks, block_size, *shape] of its `KVLayout`
 
@@ -36,20 +37,17 @@ class Sinks:
         return self.num_heads * torch.float32.itemsize
 
 
-class Attention:
-    """`width`: of what q, k and v are computed from, where that is not the residual stream.
-
-    `tables`: cosines and sines of all positions, shared by layers with the same rotary embedding.
-    """
+class GQA:
+    """`width`: of what q, k and v are computed from, where that is not the residual stream."""
 
     def __init__(
         self,
         build: Build,
         name: str,
-        spec: AttentionSpec,
+        spec: GQASpec,
         hidden_size: int,
         eps: float,
-        tables: tuple[torch.Tensor, torch.Tensor],
+        tables: RopeTables,
         width: int | None = None,
     ) -> None:
         self.spec = spec
@@ -62,7 +60,7 @@ class Attention:
         self.q_norm = RMSNorm(build, f"{name}.q_norm", dim, eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(build, f"{name}.k_norm", dim, eps) if spec.qk_norm else None
         self.sinks = Sinks(build, f"{name}.sinks", spec.num_heads) if spec.sinks else None
-        self.tables = tables
+        self.tables = tables[spec.rope, dim]
         self.kv_scales = LayerScales(build, name)
 
     def parameters(self) -> Iterator[Parameter]:
@@ -75,6 +73,10 @@ class Attention:
         if self.q_norm is None or self.k_norm is None:
             return Rope(*self.tables)
         return Rope(*self.tables, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+
+    def plan(self, batch: DeviceBatch, kv: LayerKV) -> None:
+        """Before a forward pass; once for all layers of a group with such heads."""
+        self.ops.plan(batch, self.heads, kv[0])
 
     def store(self, x: Rows, batch: DeviceBatch, kv: LayerKV) -> torch.Tensor:
         """Writes keys and values of a batch to their slots; returns the queries."""

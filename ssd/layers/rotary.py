@@ -9,6 +9,19 @@ import torch
 from ssd.layers.spec import RopeConfig
 
 
+class RopeTables(dict[tuple[RopeConfig, int], tuple[torch.Tensor, torch.Tensor]]):
+    """Cosines and sines by rotary embedding and head size, made when they are first asked for."""
+
+    def __init__(self, num_positions: int, device: torch.device) -> None:
+        super().__init__()
+        self._num_positions, self._device = num_positions, device
+
+    def __missing__(self, key: tuple[RopeConfig, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = rope_tables(*key, self._num_positions)
+        self[key] = cos.to(self._device), sin.to(self._device)
+        return self[key]
+
+
 def rope_tables(rope: RopeConfig, head_dim: int, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin, float32 [num_positions, head_dim / 2]."""
     frequencies, amplitude = _frequencies(rope, head_dim)

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
+from ssd.errors import UnsupportedModel
 from ssd.kernels.ops import HeadShape
 from ssd.kernels.weights import GLU, SWIGLU
 
 if TYPE_CHECKING:
     import torch
+
+MAX_HEAD_DIM: Final = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class KVGroup:
 
 
 @dataclass(frozen=True)
-class AttentionSpec:
+class GQASpec:
     """Grouped-query attention with a rotary embedding."""
 
     num_heads: int
@@ -84,6 +87,35 @@ class AttentionSpec:
         """
         fewer, more = sorted((ranks, self.num_kv_heads))
         return not (self.num_heads % ranks or more % fewer)
+
+    @property
+    def split_sizes(self) -> dict[str, int]:
+        """What `splits` depends on, for errors."""
+        return {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
+
+    @property
+    def activation_width(self) -> int:
+        return 4 * self.num_heads * self.head_dim
+
+    def check(self) -> None:
+        """UnsupportedModel for heads that the kernels cannot compute, and impossible scalings of the rope."""
+        if self.num_heads % self.num_kv_heads:
+            raise UnsupportedModel(
+                f"num_key_value_heads={self.num_kv_heads} does not divide num_attention_heads={self.num_heads}"
+            )
+        if self.head_dim % 2 or not 0 < self.head_dim <= MAX_HEAD_DIM:
+            raise UnsupportedModel(
+                f"head_dim={self.head_dim}: the rotary embedding needs an even number from 2 to {MAX_HEAD_DIM}"
+            )
+        rope = self.rope
+        if rope.scaling == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
+            raise UnsupportedModel(
+                f"high_freq_factor={rope.high_freq_factor}: expected more than low_freq_factor={rope.low_freq_factor}"
+            )
+
+
+# The kinds of attention, a union: a further one is added here, and its layer to `DecoderLayer`.
+AttentionSpec: TypeAlias = GQASpec
 
 
 @dataclass(frozen=True)
@@ -145,7 +177,11 @@ class LayerSpec:
     def splits(self, ranks: int) -> bool:
         return self.attention.splits(ranks) and self.mlp.splits(ranks)
 
+    @property
+    def split_sizes(self) -> dict[str, int]:
+        """What `splits` depends on, for errors."""
+        return {**self.attention.split_sizes, "intermediate_size": self.mlp.intermediate_size}
+
     def activation_width(self, hidden_size: int) -> int:
         """Upper estimate of a layer's intermediate results: numbers per row."""
-        heads = self.attention.num_heads * self.attention.head_dim
-        return 8 * hidden_size + self.mlp.activation_width(hidden_size) + 4 * heads
+        return 8 * hidden_size + self.mlp.activation_width(hidden_size) + self.attention.activation_width

@@ -5,11 +5,14 @@ Knows nothing of files, devices or the engine.
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ssd.errors import UnsupportedModel
-from ssd.layers.spec import AttentionSpec, KVGroup, LayerSpec, MLPSpec, RopeConfig
+from ssd.layers.spec import GQASpec, KVGroup, LayerSpec, MLPSpec, RopeConfig
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +50,7 @@ class DecoderConfig:
         return [i for i, layer in enumerate(self.layers) if layer.attention.window is None]
 
     @property
-    def attention(self) -> AttentionSpec:
+    def attention(self) -> GQASpec:
         return self.layer.attention
 
     @property
@@ -75,9 +78,12 @@ class DecoderConfig:
         return tuple(KVGroup(kind, tuple(kinds[kind])) for kind in sorted(kinds, key=lambda kind: kind or 0))
 
     def kv_bytes_per_token(self, dtype: torch.dtype, ranks: int = 1, *, windowed: bool = False) -> int:
-        """KV memory of one token in a block, on one of the ranks: in the layers of the largest group."""
-        each = [layer.attention.kv_layout(dtype, ranks).bytes_per_token for layer in self.layers]
-        return max(sum(each[i] for i in group.layers) for group in self.kv_groups(windowed=windowed))
+        """KV memory of one token in a block, on one of the ranks: of each layout as many layers as it has in the group
+        with most of them, since layers of different groups share the same tensors."""
+        layouts = [layer.attention.kv_layout(dtype, ranks) for layer in self.layers]
+        counts = (Counter(layouts[i] for i in group.layers) for group in self.kv_groups(windowed=windowed))
+        most = functools.reduce(operator.or_, counts)
+        return sum(layout.bytes_per_token * count for layout, count in most.items())
 
     def splits(self, ranks: int) -> bool:
         """Whether the model can be split over so many ranks."""
@@ -102,9 +108,9 @@ def equal_layers(
     dtype: str = "bfloat16",
     **attention: Any,
 ) -> DecoderConfig:
-    """A decoder whose layers are all the same; `attention`: further fields of `AttentionSpec`."""
+    """A decoder whose layers are all the same; `attention`: further fields of `GQASpec`."""
     layer = LayerSpec(
-        AttentionSpec(num_heads, num_kv_heads, head_dim, rope, **attention), MLPSpec(intermediate_size, mlp_bias)
+        GQASpec(num_heads, num_kv_heads, head_dim, rope, **attention), MLPSpec(intermediate_size, mlp_bias)
     )
     return DecoderConfig(
         family, vocab_size, hidden_size, (layer,) * num_layers, max_position, rms_eps, tie_embeddings, dtype

@@ -22,32 +22,19 @@ from ssd.kernels.cpu.recording import Recordings
 from ssd.kernels.ops import DeviceBatch, ExpertOutputs, HeadShape
 from ssd.kernels.reference import ReferenceOps
 from ssd.kernels.weights import Rows
-from ssd.layers.attention import Attention, LayerKV
+from ssd.layers.attention import GQA, LayerKV
 from ssd.layers.experts import Experts
 from ssd.layers.formats import DENSE, FormatOf, dense
 from ssd.layers.linear import Embedding, Linear
 from ssd.layers.mlp import MLP
 from ssd.layers.norm import RMSNorm
 from ssd.layers.parameter import Build, LazyTensor, Parameter
-from ssd.layers.rotary import rope_tables
-from ssd.layers.spec import ExpertsSpec, KVLayout, LayerSpec, RopeConfig
+from ssd.layers.rotary import RopeTables
+from ssd.layers.spec import ExpertsSpec, KVLayout, LayerSpec
 from ssd.models.config import DecoderConfig
 
 KVCache = Seq[LayerKV]  # one entry per layer
 _MOST_RECORDED = 64  # rows: with more, kernels take far longer than their calls
-
-
-class RopeTables(dict[tuple[RopeConfig, int], tuple[torch.Tensor, torch.Tensor]]):
-    """Cosines and sines by rotary embedding and head size, made when they are first asked for."""
-
-    def __init__(self, num_positions: int, device: torch.device) -> None:
-        super().__init__()
-        self._num_positions, self._device = num_positions, device
-
-    def __missing__(self, key: tuple[RopeConfig, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = rope_tables(*key, self._num_positions)
-        self[key] = cos.to(self._device), sin.to(self._device)
-        return self[key]
 
 
 class DecoderLayer:
@@ -65,10 +52,9 @@ class DecoderLayer:
         tables: RopeTables,
         width: int | None = None,
     ) -> None:
-        size, eps, attention, wide = config.hidden_size, config.rms_eps, spec.attention, config.float32_norms
+        size, eps, wide = config.hidden_size, config.rms_eps, config.float32_norms
         self.spec = spec
-        cos_sin = tables[attention.rope, attention.head_dim]
-        self.attention = Attention(build, f"{name}.self_attn", attention, size, eps, cos_sin, width)
+        self.attention = GQA(build, f"{name}.self_attn", spec.attention, size, eps, tables, width)
         self.mlp: MLP | Experts
         if isinstance(spec.mlp, ExpertsSpec):
             self.mlp = Experts(build, name, spec.mlp, size)
@@ -127,7 +113,7 @@ class Decoder:
         self.norm = RMSNorm(build, "model.norm", size, config.rms_eps, float32=config.float32_norms)
         self.head = self.embedding if tied else Embedding(build, "lm_head", config.vocab_size, size, head=True)
         self.kv_groups, self._windowed = config.kv_groups(windowed=windowed), windowed
-        self._places = {i: (g, n) for g, group in enumerate(self.kv_groups) for n, i in enumerate(group.layers)}
+        self._group_of = {i: g for g, group in enumerate(self.kv_groups) for i in group.layers}  # by layer
         self._run: Seq[int] = range(len(self.layers))  # the layers of a forward pass
         self.recordings: Recordings | None = None  # of forward passes on a CPU
         if isinstance(build.ops, CpuOps) and self.tp.group is None:
@@ -140,17 +126,15 @@ class Decoder:
         ]
 
     @functools.cached_property
-    def heads(self) -> HeadShape:
-        """The heads of this rank. The same in all layers but for windows, since a batch is cut into tiles of queries
-        for them."""
-        [heads] = {replace(layer.attention.heads, window=0) for layer in self.layers}
-        return heads
+    def heads(self) -> list[HeadShape]:
+        """The heads of this rank's layers, each kind once, whatever the window."""
+        return list(dict.fromkeys(replace(layer.attention.heads, window=0) for layer in self.layers))
 
     @functools.cached_property
-    def _attentions(self) -> list[tuple[int, HeadShape, int]]:
-        """The kinds of attention: group of KV, heads, and a layer."""
-        kinds = {(self._places[i][0], layer.attention.heads): i for i, layer in enumerate(self.layers)}
-        return [(*kind, i) for kind, i in kinds.items()]
+    def _planned(self) -> list[int]:
+        """A layer of each kind of attention: group of KV and heads."""
+        kinds = {(self._group_of[i], layer.attention.heads): i for i, layer in enumerate(self.layers)}
+        return list(kinds.values())
 
     def parameters(self) -> Iterator[Parameter]:
         yield from (self.embedding, self.norm)
@@ -225,7 +209,7 @@ class Decoder:
         return self.config.kv_bytes_per_token(self.kv_dtype, self.tp.size, windowed=self._windowed)
 
     def make_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """A block belongs to one group, so the n-th layers of all groups share their tensors.
+        """A block belongs to one group, so the n-th layers of a layout in all groups share their tensors.
 
         Zeros, not `empty`: attention multiplies values of positions that it does not see by 0.
         """
@@ -236,9 +220,17 @@ class Decoder:
                 return torch.zeros(shape, dtype=dtype, device=self.device)
             return _lazy_zeros(shape, dtype)
 
-        largest, layouts = max(self.kv_groups, key=lambda group: len(group.layers)), self.kv_layouts
-        made = [tuple(zeros(shape, layouts[i].dtype) for shape in layouts[i].shapes) for i in largest.layers]
-        return [made[self._places[i][1]] for i in range(len(self.layers))]
+        made: dict[tuple[KVLayout, int], LayerKV] = {}
+        seen: Counter[tuple[int, KVLayout]] = Counter()  # layers of a layout in a group
+        cache = []
+        for i, layout in enumerate(self.kv_layouts):
+            group = self._group_of[i]
+            place = layout, seen[group, layout]
+            seen[group, layout] += 1
+            if place not in made:
+                made[place] = tuple(zeros(shape, layout.dtype) for shape in layout.shapes)
+            cache.append(made[place])
+        return cache
 
     @contextmanager
     def distinct_layers(self) -> Iterator[None]:
@@ -288,11 +280,11 @@ class Decoder:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The last product and the residual stream without it, of all rows."""
         batches, residual = (batch, *batch.others), None
-        for group, heads, i in self._attentions:
-            self.ops.plan(batches[group], heads, kv[i][0])
+        for i in self._planned:
+            self.layers[i].attention.plan(batches[self._group_of[i]], kv[i])
         x: torch.Tensor | ExpertOutputs = self.embedding.embed(batch.token_ids)
         for i in self._run:
-            x, residual = self.layers[i](x, residual, batches[self._places[i][0]], kv[i])
+            x, residual = self.layers[i](x, residual, batches[self._group_of[i]], kv[i])
             if i + 1 in features:
                 x = self._combined(x)
                 torch.add(x, residual, out=features[i + 1])
@@ -323,13 +315,10 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 def check_split(config: DecoderConfig, size: int, option: str = "tensor_parallel_size") -> None:
     """ConfigError, with the degrees that are possible, for a model that cannot be split over so many ranks."""
     if not config.splits(size):
-        most = max(layer.attention.num_heads for layer in config.layers)
-        possible = [str(n) for n in range(1, most + 1) if config.splits(n)]
-        shapes = " or ".join(
-            f"num_heads={layer.attention.num_heads}, num_kv_heads={layer.attention.num_kv_heads}, "
-            f"intermediate_size={layer.mlp.intermediate_size}"
-            for layer in dict.fromkeys(config.layers)
-        )
+        kinds = dict.fromkeys(config.layers)
+        most = max(value for layer in kinds for value in layer.split_sizes.values())
+        possible = [str(n) for n in range(1, most + 1) if all(layer.splits(n) for layer in kinds)]
+        shapes = " or ".join(", ".join(f"{k}={v}" for k, v in layer.split_sizes.items()) for layer in kinds)
         raise ConfigError(f"{option}={size} cannot split a model with {shapes}: use one of {', '.join(possible)}")
 
 

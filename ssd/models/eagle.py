@@ -25,9 +25,10 @@ from ssd.layers.formats import FormatOf, dense
 from ssd.layers.linear import ColumnLinear, Embedding
 from ssd.layers.norm import RMSNorm
 from ssd.layers.parameter import Build, LazyTensor, Parameter
+from ssd.layers.rotary import RopeTables
 from ssd.models.checkpoint import Checkpoint, Weights, read_safetensors, stored_in, weight_files
 from ssd.models.config import DecoderConfig
-from ssd.models.decoder import Decoder, DecoderLayer, KVCache, RopeTables, outline
+from ssd.models.decoder import Decoder, DecoderLayer, KVCache, outline
 from ssd.models.families import decoder_config
 from ssd.models.fields import FLAG, LIST, OBJECT, TEXT, VOCABULARY, WIDTH, Field, check_fields, shown
 from ssd.text.json_file import read_json

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ssd.errors import UnsupportedModel
-from ssd.layers.spec import AttentionSpec
+from ssd.layers.spec import MAX_HEAD_DIM
 from ssd.models.config import DecoderConfig
 
 _SHOWN: Final = 60  # characters of a value in an error message
@@ -52,7 +52,7 @@ LAYERS: Final = size(1 << 16)
 WIDTH: Final = size(1 << 24)  # of the stream or the MLP
 HEADS: Final = size(1 << 16)
 EXPERTS: Final = size(1 << 12)
-HEAD_DIM: Final = size(1 << 14)
+HEAD_DIM: Final = size(MAX_HEAD_DIM)
 VOCABULARY: Final = size(1 << 28)
 POSITIONS: Final = size(1 << 23)
 TOKEN_ID: Final = Field("a token id", (int,), 0, (1 << 31) - 1)
@@ -78,26 +78,7 @@ def check_fields(values: Mapping[str, Any], fields: Mapping[str, Field], where: 
 
 
 def check_shape(config: DecoderConfig) -> None:
-    """Refuse what the kernels cannot compute: see `_check_attention`; and heads that differ from layer to layer."""
+    """Refuse what the kernels cannot compute, in any layer."""
     check_field("number of positions", config.max_position, POSITIONS, "the config")
-    kinds = dict.fromkeys(layer.attention for layer in config.layers)
-    for attention in kinds:
-        _check_attention(attention)
-    if len(found := {replace(attention.heads(), window=0) for attention in kinds}) > 1:
-        raise UnsupportedModel(f"layers with different heads ({', '.join(map(str, found))}): ssd needs equal ones")
-
-
-def _check_attention(spec: AttentionSpec) -> None:
-    """Refuse head counts that grouped-query attention and the rotary embedding cannot use, and impossible scalings."""
-    if spec.num_heads % spec.num_kv_heads:
-        raise UnsupportedModel(
-            f"num_key_value_heads={spec.num_kv_heads} does not divide num_attention_heads={spec.num_heads}"
-        )
-    check_field("head_dim", spec.head_dim, HEAD_DIM, "the config")
-    if spec.head_dim % 2:
-        raise UnsupportedModel(f"head_dim={spec.head_dim}: the rotary embedding needs an even head size")
-    rope = spec.rope
-    if rope.scaling == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
-        raise UnsupportedModel(
-            f"high_freq_factor={rope.high_freq_factor}: expected more than low_freq_factor={rope.low_freq_factor}"
-        )
+    for attention in dict.fromkeys(layer.attention for layer in config.layers):
+        attention.check()

@@ -84,10 +84,10 @@ def _build(decoder: Decoder, kv: KVCache) -> PersistentStep:
         )
         for layer, (k_cache, v_cache) in zip(decoder.layers, kv, strict=True)
     ]
-    [(cos, sin)] = decoder.rope_tables.values()
+    [(cos, sin)], [heads] = decoder.rope_tables.values(), decoder.heads
     return PersistentStep(
         layers,
-        decoder.heads,
+        heads,
         embedding=_weight(decoder.embedding),
         norm=decoder.norm.weight,
         head=_weight(decoder.head),

@@ -43,7 +43,7 @@ def test_a_row_has_the_same_bits_alone_in_company_and_in_a_prompt(
 ) -> None:
     """Pieces shared by several warps or not, tiles of one and of several tokens, in parts of any size."""
     torch.manual_seed(0)
-    workspace, scales = attention.Workspace(heads, CUDA), KVScales(0.7, 1.3)
+    workspace, scales = attention.Workspace([heads], CUDA), KVScales(0.7, 1.3)
     for sequences in BATCHES:
         batch, blocks = batch_of(sequences, heads, prefill=True)
         shape = (2, blocks, BLOCK, heads.num_kv_heads, heads.head_dim)

@@ -42,7 +42,7 @@ def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("sinks", [False, True])
 def test_bits_are_those_of_the_other_kernel(heads: HeadShape, dtype: torch.dtype, sinks: bool) -> None:
     logits = torch.linspace(-4, 6, heads.num_heads, device=CUDA) if sinks else None
-    workspace = attention.Workspace(heads, CUDA)
+    workspace = attention.Workspace([heads], CUDA)
     for sequences in BATCHES:
         tokens = attention.tile_rows(heads.group_size, True) // heads.group_size
         batch, used = paged_batch(sequences, BLOCK, tile_tokens=tokens, device=CUDA, prefill=True)
@@ -64,7 +64,7 @@ def test_it_is_used_where_it_has_the_bits_of_the_other(
     q, cache = random(1, 32, 128, dtype=torch.bfloat16), random(1, BLOCK, 8, 128, dtype=torch.bfloat16)
 
     def used() -> bool:
-        kernel = prefill.OverlappedPrefill(attention.Workspace(heads, CUDA))
+        kernel = prefill.OverlappedPrefill(attention.Workspace([heads], CUDA))
         return kernel(q, torch.empty_like(q).flatten(1), batch, cache, cache)
 
     assert used()

@@ -163,7 +163,7 @@ def test_experts(architecture: int, kind: CodeType | None, group: int, dtype: to
 def test_attention(architecture: int, dtype: torch.dtype, heads: HeadShape, fp8: bool) -> None:
     """KV in fp8 is a target's, which has no branches; some models have sinks."""
     sinks = empty(heads.num_heads, dtype=torch.float32) if dtype is torch.bfloat16 and heads.head_dim == 64 else None
-    workspace = attention.Workspace(heads, META)
+    workspace = attention.Workspace([heads], META)
     workspace.capability = divmod(architecture, 10)
     q = empty(8, heads.num_heads, heads.head_dim, dtype=dtype)
     for block_size in (16, 64):
@@ -176,7 +176,7 @@ def test_attention(architecture: int, dtype: torch.dtype, heads: HeadShape, fp8:
         if not fp8:
             attention.paged_attention(q, batch(), replace(heads, first_position=1), kv, kv, workspace)
             planned = batch()
-            workspace.items(planned, 0, workspace.programs, before_pass=True)
+            workspace.items(planned, 0, workspace.programs(heads), before_pass=True)
             attention.paged_attention(q, planned, heads, kv, kv, workspace, sinks=sinks, lets_next=True)
     if architecture == 90 and not fp8:
         from ssd.kernels.triton.prefill import prefill_attention

@@ -76,7 +76,7 @@ class Trees:
         tables = [self.tables[s] for s, _ in picks]
         batch = make_device_batch(
             *(positions, slots, starts, [0] * len(picks), tables),
-            tile_tokens=ops.tile_tokens(self.heads, prefill=False),
+            tile_tokens=ops.tile_tokens([self.heads], prefill=False),
             device=self.device,
             branches=self.branches,
         )
@@ -197,7 +197,7 @@ def test_positions_before_the_first_are_not_seen(kernels: str, request: pytest.F
         ops = request.getfixturevalue("cpu")
     elif kernels == "triton":
         ops = pytest.importorskip("ssd.kernels.triton.ops", reason="triton is not installed").TritonOps()
-        ops.reserve(heads, DEVICE)
+        ops.reserve([heads], DEVICE)
     device = DEVICE if kernels == "triton" else CPU
     trees = Trees(heads, forks, Branches(2, 4), torch.float32, device)
     for cache in (trees.k, trees.v):
@@ -210,7 +210,7 @@ def test_positions_before_the_first_are_not_seen(kernels: str, request: pytest.F
     lengths = [2, 17, 130]  # query tokens at the last two positions; the first of them may see nothing
     slots = [slot for s, n in enumerate(lengths) for slot in trees.slots(s, n)[-2:]]
     positions = [p for n in lengths for p in (n - 2, n - 1)]
-    tile = ops.tile_tokens(heads, prefill=False)
+    tile = ops.tile_tokens([heads], prefill=False)
     plain = make_device_batch(positions, slots, [0, 2, 4, 6], lengths, trees.tables, tile_tokens=tile, device=device)
     q = torch.randn(6, heads.num_heads, heads.head_dim, device=device)
     out = ops.attention(q, plain, from_one, trees.k, trees.v)
@@ -263,7 +263,7 @@ class TestTriton:
     def test_kernel(self, ops: Ops, heads: HeadShape, branches: Branches, dtype: torch.dtype, fp8: bool) -> None:
         forks, sinks = [[128, 300, 127, 16, 257], [40, 38], [0]], heads.num_kv_heads == 2
         trees = Trees(heads, forks, branches, dtype, DEVICE, fp8=fp8, sinks=sinks)
-        ops.reserve(heads, DEVICE)
+        ops.reserve([heads], DEVICE)
         expected = trees.run_all(ReferenceOps())
         close(trees.run_all(ops, padding=2), expected)
         close(trees.run(ops, [(1, [1]), (0, [3, 0])]), [expected[1][[1]], expected[0][[3, 0]]])
@@ -271,7 +271,7 @@ class TestTriton:
     def test_padded_tiles(self, ops: Ops) -> None:
         """As in a CUDA graph: tiles without a sequence, rows that no sequence has."""
         trees = Trees(HeadShape(4, 2, 32), [[20, 200], [33]], Branches(1, 3), torch.float32, DEVICE)
-        ops.reserve(trees.heads, DEVICE)
+        ops.reserve([trees.heads], DEVICE)
         q, batch = trees.batch(ops, [(0, [0, 1]), (1, [0])], 0)
         position, slot = PADDING
         padded = dataclasses.replace(
@@ -290,7 +290,7 @@ class TestTriton:
     @pytest.mark.parametrize("sinks", [False, True])
     def test_rows_keep_their_bits(self, ops: Ops, heads: HeadShape, sinks: bool) -> None:
         """Whatever a branch's place among the others."""
-        ops.reserve(heads, DEVICE)
+        ops.reserve([heads], DEVICE)
         for depth, slots in itertools.chain(((d, 8) for d in range(8)), [(20, 24), (69, 70)]):
             trees = Trees(heads, FORKS, Branches(depth, slots), torch.bfloat16, DEVICE, sinks=sinks)
             whole = trees.run_all(ops)

@@ -33,7 +33,7 @@ def ops(request: pytest.FixtureRequest) -> Ops:
     if request.param == "C":
         return CpuOps.load() or pytest.skip("no C compiler")
     made: Ops = pytest.importorskip("ssd.kernels.triton.ops", reason="triton is not installed").TritonOps()
-    made.reserve(HEADS, device_of(made))
+    made.reserve([HEADS], device_of(made))
     return made
 
 
@@ -43,7 +43,7 @@ def device_of(ops: Ops) -> torch.device:
 
 def alone(ops: Ops, count: int) -> DeviceBatch:
     """So many sequences of one token."""
-    ones, tile = [1] * count, ops.tile_tokens(HEADS, prefill=False)
+    ones, tile = [1] * count, ops.tile_tokens([HEADS], prefill=False)
     tables, slots = [[i] for i in range(count)], [i * BLOCK_SIZE for i in range(count)]
     return make_device_batch(
         [0] * count, slots, list(range(count + 1)), ones, tables, tile_tokens=tile, device=device_of(ops)
@@ -124,7 +124,7 @@ def test_every_code_is_read_as_its_number(ops: Ops, dtype: torch.dtype) -> None:
 def test_scores_have_the_scale_of_the_keys(ops: Ops) -> None:
     """Two positions whose keys differ: against the softmax of the scaled products, in float64."""
     device, scales = device_of(ops), KVScales(k=0.7, v=2.5)
-    tile = ops.tile_tokens(HEADS, prefill=False)
+    tile = ops.tile_tokens([HEADS], prefill=False)
     batch = make_device_batch([1], [1], [0, 1], [2], [[0]], tile_tokens=tile, device=device)
     generator = torch.Generator().manual_seed(0)
     k, v, q = (torch.randn(n, HEADS.head_dim, generator=generator) for n in (2, 2, 1))

@@ -94,7 +94,7 @@ class Emulated:
             **{"num_tiles": batch.tiles.shape[1], "sequences": len(batch.table_rows)},
             **{"table_stride": batch.block_tables.stride(0), "eps": self.config.rms_eps},
             depth=-1 if batch.branches is None else batch.branches.depth,
-            scale=decoder.heads.scale * 1.4426950408889634,
+            scale=decoder.heads[0].scale * 1.4426950408889634,
         )
         library = self.library(1 if len(batch.token_ids) <= 8 else 2)
         threads, shared = 32 * (kernel._TUNING["WARPS"] + 1), constant(library, "shared_bytes")
@@ -114,7 +114,7 @@ class Emulated:
             slots = [BLOCKS // 2 * BLOCK + row * 16 + branches.depth for row in range(len(rows) - 1)] + [-1]
         batch = make_device_batch(
             *(positions, slots, [i * queries for i in range(count + 1)], lengths, tables),
-            tile_tokens=16 // self.decoder.heads.group_size,
+            tile_tokens=16 // self.decoder.heads[0].group_size,
             device=CPU,
             branches=branches,
         )

@@ -110,8 +110,14 @@ class Paged:
         self.scales = KVScales(k=0.7, v=1.3) if fp8 else UNSCALED
         self.k, self.v = randn(*shape, dtype=stored), randn(*shape, dtype=stored)
 
-    def batch(self, ops: triton_ops.TritonOps, spans: list[tuple[int, int, int]], prefill: bool) -> DeviceBatch:
-        """Query positions first..last-1 of each (sequence, first, last)."""
+    def batch(
+        self,
+        ops: triton_ops.TritonOps,
+        spans: list[tuple[int, int, int]],
+        prefill: bool,
+        kinds: list[HeadShape] | None = None,
+    ) -> DeviceBatch:
+        """Query positions first..last-1 of each (sequence, first, last). `kinds`: the heads of all layers."""
         positions = [p for _, first, last in spans for p in range(first, last)]
         slots = [
             self.tables[s][p // self.block_size] * self.block_size + p % self.block_size
@@ -122,7 +128,7 @@ class Paged:
         for _, first, last in spans:
             starts.append(starts[-1] + last - first)
         lengths, tables = [last for _, _, last in spans], [self.tables[s] for s, _, _ in spans]
-        tile_tokens = ops.tile_tokens(self.heads, prefill=prefill)
+        tile_tokens = ops.tile_tokens(kinds or [self.heads], prefill=prefill)
         return make_device_batch(
             *(positions, slots, starts, lengths, tables), tile_tokens=tile_tokens, prefill=prefill, device=DEVICE
         )
@@ -148,7 +154,7 @@ def test_rope_and_attention(
     """Ragged queries, shuffled blocks, split boundaries, odd groups and head sizes, with and without norms."""
     paged = Paged(heads, [5, 300, 40, 129], dtype, fp8=fp8)
     batch = paged.batch(ops, [(0, 4, 5), (1, 297, 300), (2, 38, 40), (3, 126, 129)], prefill)
-    ops.reserve(heads, DEVICE)
+    ops.reserve([heads], DEVICE)
     d, rows = heads.head_dim, len(batch.positions)
     qkv = randn(rows, (heads.num_heads + 2 * heads.num_kv_heads) * d, dtype=dtype)
     cos, sin = randn(512, d // 2), randn(512, d // 2)
@@ -161,6 +167,23 @@ def test_rope_and_attention(
             results.append((q, k, v, kernels.attention(q, batch, heads, k, v, paged.scales)))
         for ours, theirs in zip(*results, strict=True):
             close(ours, theirs, dtype)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
+@pytest.mark.parametrize("heads", [HeadShape(4, 4, 32), HeadShape(6, 2, 16), HeadShape(5, 1, 24)], ids=str)
+def test_layers_with_other_heads_do_not_change_the_bits(ops: triton_ops.TritonOps, heads: HeadShape) -> None:
+    """Tiles and scratch for the heads of several layers; catches a tile that is taken for a longer one."""
+    paged = Paged(heads, [600, 40], torch.float32)
+    q, found = randn(45, heads.num_heads, heads.head_dim), []
+    for kinds in ([heads], [HeadShape(8, 1, 16), heads, HeadShape(4, 4, 64)]):
+        ops.reserve(kinds, DEVICE)
+        assert ops._workspace is not None
+        ops._workspace.programs = lambda heads: 3
+        for prefill in (False, True):
+            batch = paged.batch(ops, [(0, 570, 600), (1, 25, 40)], prefill, kinds)
+            found.append(ops.attention(q, batch, heads, paged.k, paged.v))
+    assert all(torch.equal(found[0], each) for each in found[1:])
+    close(found[0], ReferenceOps().attention(q, batch, heads, paged.k, paged.v), torch.float32)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
@@ -184,12 +207,12 @@ def test_rows_with_a_window_or_sinks_keep_their_bits(
         pytest.skip("an engine refuses it")
     heads = HeadShape(4, 2, 16, window=window)
     paged = Paged(heads, [1100, 40, 1100], dtype, fp8=fp8)
-    ops.reserve(heads, DEVICE)
+    ops.reserve([heads], DEVICE)
     assert ops._workspace is not None
     logits = torch.linspace(-4, 6, heads.num_heads, device=DEVICE) if sinks else None
 
     def run(spans: list[tuple[int, int, int]], prefill: bool, programs: int = 1) -> list[torch.Tensor]:
-        ops._workspace.programs = programs
+        ops._workspace.programs = lambda heads, programs=programs: programs
         batch = paged.batch(ops, spans, prefill)
         for row, (_, first, _) in enumerate(spans if window else ()):
             batch.block_tables[row, : max(0, first + 1 - window) // BLOCK_SIZE] = 0
@@ -228,7 +251,7 @@ def test_padding_is_stored_nowhere(ops: triton_ops.TritonOps) -> None:
 def test_block_tables_are_looked_up_by_row(ops: triton_ops.TritonOps) -> None:
     """As in the engine: a table for every slot of the state, whose first column is something else."""
     paged = Paged(HeadShape(4, 2, 16), [5, 300, 40], torch.float32)
-    ops.reserve(paged.heads, DEVICE)
+    ops.reserve([paged.heads], DEVICE)
     batch = paged.batch(ops, [(0, 4, 5), (1, 297, 300), (2, 38, 40)], prefill=False)
     q = randn(len(batch.positions), 4, 16)
     tables = torch.full((8, 1 + batch.block_tables.shape[1]), 10**6, dtype=torch.int32, device=DEVICE)
@@ -279,7 +302,7 @@ def test_attention_rows_keep_their_bits(
     """A query's bits are the same in a prefill, a chunk, a decode step and a verification, in any company."""
     lengths = [700, 129, 64, 1000, 5000]
     paged = Paged(heads, lengths, torch.bfloat16, block_size, fp8=fp8)
-    ops.reserve(heads, DEVICE)
+    ops.reserve([heads], DEVICE)
     logits = torch.linspace(-4, 6, heads.num_heads, device=DEVICE) if sinks else None
     whole = paged.batch(ops, [(s, 0, n) for s, n in enumerate(lengths)], prefill=True)
     q = randn(sum(lengths), heads.num_heads, heads.head_dim, dtype=torch.bfloat16)
@@ -308,7 +331,7 @@ def test_attention_rows_keep_their_bits(
 def test_pieces_are_shared_out_once_in_no_more_items_than_programs(contexts: list[int], most: int) -> None:
     """Where there are fewer tiles than the 33 programs. `most`: pieces of an item."""
     heads = HeadShape(8, 2, 128)
-    workspace = attention.Workspace(heads, DEVICE)
+    workspace = attention.Workspace([heads], DEVICE)
     batch, _ = paged_batch([(context - 1, 1) for context in contexts], 64, tile_tokens=4, device=DEVICE)
     items = workspace.items(batch, 0, 33)[0].tolist()
     assert not workspace.items(batch, 0, 33, before_pass=True)[1]  # a plan made during the pass stays one

@@ -19,7 +19,7 @@ from ssd.layers.experts import Experts
 from ssd.layers.formats import FormatOf, dense
 from ssd.layers.formats.rounded import rounded
 from ssd.layers.parameter import Build
-from ssd.layers.spec import AttentionSpec, ExpertNames, ExpertsSpec, LayerSpec, RopeConfig
+from ssd.layers.spec import ExpertNames, ExpertsSpec, GQASpec, LayerSpec, RopeConfig
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import Decoder, outline
 from ssd.models.fused_experts import single_experts
@@ -28,7 +28,7 @@ from ssd.models.quantization import formats_of
 CPU = torch.device("cpu")
 LAYER = "model.layers.0"
 SPEC = ExpertsSpec(6, 3, 96, bias=True, glu=GLU(1.702, 2.0, 1.0), names=ExpertNames(router="router"), interleaved=True)
-CONFIG = DecoderConfig("any", 64, 64, (LayerSpec(AttentionSpec(4, 2, 16, RopeConfig()), SPEC),), 128)
+CONFIG = DecoderConfig("any", 64, 64, (LayerSpec(GQASpec(4, 2, 16, RopeConfig()), SPEC),), 128)
 
 
 def gpt_oss() -> GptOssMLP:

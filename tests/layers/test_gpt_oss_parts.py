@@ -13,10 +13,10 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOss
 from ssd.kernels.cpu.ops import CpuOps
 from ssd.kernels.ops import DeviceBatch, Ops
 from ssd.kernels.reference import ReferenceOps
-from ssd.layers.attention import Attention
+from ssd.layers.attention import GQA
 from ssd.layers.norm import RMSNorm
 from ssd.layers.parameter import Build
-from ssd.layers.rotary import rope_tables
+from ssd.layers.rotary import RopeTables
 from ssd.models.families import gpt_oss
 from ssd.parallel.tensor import TensorParallel
 
@@ -47,10 +47,10 @@ def expected(module: GptOssAttention, x: torch.Tensor) -> torch.Tensor:
         return module(x[None], rotary, mask)[0][0]
 
 
-def ours(module: GptOssAttention, ops: Ops, tp: TensorParallel = TensorParallel()) -> Attention:  # noqa: B008
+def ours(module: GptOssAttention, ops: Ops, tp: TensorParallel = TensorParallel()) -> GQA:  # noqa: B008
     spec = gpt_oss(CONFIG.to_dict()).layers[module.layer_idx].attention
-    tables = rope_tables(spec.rope, spec.head_dim, LENGTH)
-    layer = Attention(Build(ops, CPU, torch.float32, tp), "a", spec, CONFIG.hidden_size, 1e-5, tables)
+    tables = RopeTables(LENGTH, CPU)
+    layer = GQA(Build(ops, CPU, torch.float32, tp), "a", spec, CONFIG.hidden_size, 1e-5, tables)
     stored = {f"a.{name}": tensor for name, tensor in module.state_dict().items()}
     for parameter in layer.parameters():
         for name, shape in parameter.shapes().items():
@@ -60,7 +60,7 @@ def ours(module: GptOssAttention, ops: Ops, tp: TensorParallel = TensorParallel(
     return layer
 
 
-def run(layer: Attention, x: torch.Tensor, *lengths: int) -> torch.Tensor:
+def run(layer: GQA, x: torch.Tensor, *lengths: int) -> torch.Tensor:
     """Of a text that is read in chunks of these lengths."""
     shape = (-(-LENGTH // BLOCK), BLOCK, layer.heads.num_kv_heads, layer.heads.head_dim)
     kv, found, done = (torch.zeros(shape), torch.zeros(shape)), [], 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,17 +18,19 @@ from ssd.kernels.reference import ReferenceOps
 from ssd.layers.formats import DENSE, FormatOf, Use, WeightFormat, dense
 from ssd.layers.formats.rounded import Rounded, rounded
 from ssd.layers.parameter import Build
-from ssd.layers.spec import AttentionSpec, LayerSpec, MLPSpec, RopeConfig
+from ssd.layers.spec import GQASpec, LayerSpec, MLPSpec, RopeConfig
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import Decoder, check_fits, check_split, parameter_shapes
 from ssd.models.fields import check_shape
 from ssd.parallel.tensor import TensorParallel
 
 CPU = torch.device("cpu")
-PLAIN = LayerSpec(AttentionSpec(4, 2, 16, RopeConfig()), MLPSpec(96))
-NORMED = LayerSpec(AttentionSpec(4, 2, 16, RopeConfig(5e5), qk_norm=True), MLPSpec(160))
-BIASED = LayerSpec(AttentionSpec(4, 2, 16, RopeConfig(), qkv_bias=True, output_bias=True), MLPSpec(96, bias=True))
+PLAIN = LayerSpec(GQASpec(4, 2, 16, RopeConfig()), MLPSpec(96))
+NORMED = LayerSpec(GQASpec(4, 2, 16, RopeConfig(5e5), qk_norm=True), MLPSpec(160))
+BIASED = LayerSpec(GQASpec(4, 2, 16, RopeConfig(), qkv_bias=True, output_bias=True), MLPSpec(96, bias=True))
 MIXED = DecoderConfig("mixed", 64, 64, (PLAIN, NORMED, BIASED, NORMED, PLAIN), 128)
+WIDE, MULTI_QUERY = (LayerSpec(GQASpec(*sizes, RopeConfig()), MLPSpec(96)) for sizes in ((4, 4, 32), (8, 1, 24)))
+HEADS = DecoderConfig("heads", 64, 64, (PLAIN, WIDE, MULTI_QUERY, PLAIN), 128)
 TOKENS = [3, 9, 27, 1, 5, 60]
 
 
@@ -55,13 +58,14 @@ def logits(decoder: Decoder, *counts: int) -> torch.Tensor:
     return torch.cat(found)
 
 
-def test_a_model_whose_layers_differ() -> None:
-    """Each layer has its own sizes, norms, biases and rotary embedding: the kernels agree with plain torch, and reading
-    a text in chunks, through the KV cache, gives the same bits."""
-    expected, ops = logits(make(MIXED), 6), CpuOps.load()
+@pytest.mark.parametrize("config", [MIXED, HEADS], ids=lambda config: config.family)
+def test_a_model_whose_layers_differ(config: DecoderConfig) -> None:
+    """Each layer has its own heads, sizes, norms, biases and rotary embedding: the kernels agree with plain torch, and
+    reading a text in chunks, through the KV cache, gives the same bits."""
+    expected, ops = logits(make(config), 6), CpuOps.load()
     if ops is None:
         pytest.skip("no C compiler")
-    ours = make(MIXED, ops)
+    ours = make(config, ops)
     torch.testing.assert_close(logits(ours, 6), expected, atol=1e-4, rtol=1e-4)
     assert torch.equal(logits(ours, 1, 3, 2), logits(ours, 6))
     assert not torch.allclose(logits(make(replace(MIXED, layers=(PLAIN,) * 5)), 6), expected, atol=1e-2)
@@ -117,6 +121,19 @@ def test_kv_memory_is_the_sum_over_layers() -> None:
     assert sum(tensor.nbytes for layer in cache for tensor in layer) == 3 * 8 * config.kv_bytes_per_token(torch.float32)
 
 
+def test_layers_of_two_groups_share_tensors_of_the_same_layout() -> None:
+    """Catches a block that is shared by layers whose tokens are of different sizes."""
+    short, wide = (replace(each, attention=replace(each.attention, window=8)) for each in (PLAIN, WIDE))
+    config = replace(HEADS, layers=(PLAIN, short, wide, MULTI_QUERY, short))
+    build = Build(ReferenceOps(), CPU, torch.float32)
+    decoder = Decoder(config, build, max_positions=64, windowed=True)
+    cache = [k for k, _ in decoder.make_kv_cache(3, 8)]
+    assert [tuple(k.shape[2:]) for k in cache] == [(2, 16), (2, 16), (4, 32), (1, 24), (2, 16)]
+    assert [cache[0] is k for k in cache] == [True, True, False, False, False]
+    stored = {k.data_ptr(): 2 * k.nbytes for k in cache}
+    assert sum(stored.values()) == 3 * 8 * decoder.kv_bytes_per_token
+
+
 def test_weights_are_counted_layer_by_layer() -> None:
     """Catches an estimate that takes one layer for all."""
     decoder, shapes = make(MIXED), parameter_shapes(MIXED)
@@ -134,9 +151,19 @@ def test_a_split_has_to_fit_every_layer() -> None:
         check_split(replace(MIXED, layers=(PLAIN, odd)), 2)
 
 
-def test_what_the_kernels_cannot_do_is_refused() -> None:
-    changed = replace(PLAIN, attention=replace(PLAIN.attention, num_kv_heads=4))
-    with pytest.raises(UnsupportedModel, match="different heads"):
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"num_kv_heads": 3}, "num_key_value_heads=3 does not divide"),
+        ({"head_dim": 15}, "head_dim=15: the rotary"),
+        ({"head_dim": 1 << 15}, "head_dim=32768: the rotary"),
+        ({"rope": RopeConfig(scaling="llama3", high_freq_factor=1.0)}, "high_freq_factor=1.0"),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_refused_in_any_layer(changes: dict[str, Any], refusal: str) -> None:
+    check_shape(HEADS)
+    changed = replace(PLAIN, attention=replace(PLAIN.attention, **changes))
+    with pytest.raises(UnsupportedModel, match=refusal):
         check_shape(replace(MIXED, layers=(PLAIN, changed)))
 
 

@@ -18,7 +18,7 @@ import torch
 from ssd.assembly.open import open_checkpoint
 from ssd.errors import ModelNotFound, SSDError, UnsupportedModel
 from ssd.kernels.weights import GLU
-from ssd.layers.spec import AttentionSpec, ExpertNames, ExpertsSpec, RopeConfig
+from ssd.layers.spec import ExpertNames, ExpertsSpec, GQASpec, RopeConfig
 from ssd.models.checkpoint import all_weights
 from ssd.models.families import decoder_config, gpt_oss
 
@@ -284,7 +284,7 @@ def test_gpt_oss() -> None:
     config = gpt_oss(published)
     assert config == gpt_oss(raw) == gpt_oss({**transformers.GptOssConfig(**raw).to_dict(), "dtype": None})
     rope = RopeConfig(150000.0, "yarn", 32.0, original_max_position=4096, truncate=False)
-    full = AttentionSpec(64, 8, 64, rope, qkv_bias=True, output_bias=True, sinks=True)
+    full = GQASpec(64, 8, 64, rope, qkv_bias=True, output_bias=True, sinks=True)
     assert [layer.attention for layer in config.layers] == [replace(full, window=128), full] * 12
     names, glu = ExpertNames(router="router"), GLU(1.702, 7.0, 1.0)
     experts = ExpertsSpec(32, 4, 2880, bias=True, glu=glu, names=names, interleaved=True)

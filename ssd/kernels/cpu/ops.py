@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
@@ -93,10 +94,10 @@ class CpuOps(SharedOps):
         packed = (self.kernels.pack_codes(codes.rows(own), dtype, gated, coarse=coarse, half=half) for own in each)
         return CpuExperts(self.kernels, PackedExperts(tuple(packed)), rows)
 
-    def reserve(self, heads: HeadShape, device: torch.device) -> None:
+    def reserve(self, heads: Seq[HeadShape], device: torch.device) -> None:
         return
 
-    def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
+    def tile_tokens(self, heads: Seq[HeadShape], prefill: bool) -> int:
         return 1 << 30  # one tile per sequence: tiles are not used here
 
     def rope_and_store(

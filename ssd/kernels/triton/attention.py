@@ -24,6 +24,7 @@ whole, with positions of the block that hold no token yet. Their weight is 0, so
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 import torch
 import triton
@@ -35,7 +36,9 @@ from ssd.kernels.cuda.launch import early_launch, processors
 from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales
 from ssd.kernels.triton.e4m3 import as_bytes, beside, widen, widening
 
-Prefill = Callable[[torch.Tensor, torch.Tensor, DeviceBatch, torch.Tensor, torch.Tensor, torch.Tensor | None], bool]
+Prefill = Callable[
+    [torch.Tensor, torch.Tensor, DeviceBatch, HeadShape, torch.Tensor, torch.Tensor, torch.Tensor | None], bool
+]
 SPLIT = 512
 BLOCK_N = 64  # positions per step; part of the fixed order
 _MMA_COLUMNS = 16  # keys of one tensor-core step, at most
@@ -237,7 +240,7 @@ def _decode_kernel(
     WINDOW: tl.constexpr, TMA: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
     LETS_NEXT: tl.constexpr, PLANNED: tl.constexpr,
 ):  # fmt: skip
-    """One item, one KV head. Rows of a tile: BLOCK_M // GROUP query tokens times the GROUP heads of the KV head.
+    """One item, one KV head. Rows of a tile: its query tokens times the GROUP heads of the KV head.
 
     k, v: what `_load_kv` takes; k_ptr, v_ptr: the same KV as pointers. WIDTH: columns for the own tokens of each
     branch; 0: the query tokens are no branches. FIRST: positions before it are not seen. WINDOW: positions that a
@@ -363,9 +366,9 @@ def _prefill_kernel(
     num_tiles, table_stride, slot_stride, scale, v_scale,
     HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT_LEN: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr,
-    WIDEN: tl.constexpr, STAGES: tl.constexpr,
+    WIDEN: tl.constexpr, STAGES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of BLOCK_M // GROUP query tokens, one KV head."""
+    """One tile of TOKENS query tokens, one KV head."""
     kv_head = tl.program_id(0)
     tile = num_tiles - 1 - tl.program_id(1)  # the last tiles of a prompt take longest: they begin first
     sequence = tl.load(tiles_ptr + tile)
@@ -378,13 +381,13 @@ def _prefill_kernel(
     table = tables_ptr + tl.load(table_rows_ptr + sequence).to(tl.int64) * table_stride
     r = tl.arange(0, BLOCK_M)
     token = first_token + r // GROUP
-    valid = (r < (BLOCK_M // GROUP) * GROUP) & (token < num_queries)
+    valid = (r < TOKENS * GROUP) & (token < num_queries)
     position = tl.where(valid, before + token, -1)
     d = tl.arange(0, BLOCK_D)
     flat = ((row0 + token) * (HKV * GROUP) + kv_head * GROUP + r % GROUP).to(tl.int64)  # row of [T, heads]
     mask = valid[:, None] & (d < D)[None, :]
     q = beside(tl.load(q_ptr + flat[:, None] * D + d[None, :], mask=mask, other=0.0), WIDEN)
-    end = before + tl.minimum(first_token + BLOCK_M // GROUP, num_queries)
+    end = before + tl.minimum(first_token + TOKENS, num_queries)
     seen_by_all = (before + first_token + 1) // BLOCK_N * BLOCK_N  # steps up to there need no mask
     begin = 0
     if WINDOW:
@@ -424,19 +427,29 @@ def tile_rows(group_size: int, prefill: bool) -> int:
     return max(few, PREFILL_ROWS) if prefill else few
 
 
-class Workspace:
-    """Scratch for tiles whose pieces are computed by several programs."""
+def tile_tokens(heads: Seq[HeadShape], prefill: bool) -> int:
+    """Query tokens of a tile: as many as are in the rows of one, with any of these heads."""
+    return min(tile_rows(each.group_size, prefill) // each.group_size for each in heads)
 
-    def __init__(self, heads: HeadShape, device: torch.device) -> None:
-        self.heads = heads
+
+class Workspace:
+    """Scratch for tiles whose pieces are computed by several programs, in layers with any of these heads."""
+
+    def __init__(self, heads: Seq[HeadShape], device: torch.device) -> None:
         self.capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-        self.programs = max(1, _PROGRAMS * processors(device) // heads.num_kv_heads)  # per KV head
-        pieces = _WORKSPACE_PIECES * heads.num_kv_heads
-        rows = pieces * tile_rows(heads.group_size, False)
-        self.partial = torch.empty(rows * heads.head_dim, dtype=torch.float32, device=device)
-        self.stats = torch.empty(rows * 2, dtype=torch.float32, device=device)
-        self.count = torch.zeros(pieces, dtype=torch.int32, device=device)  # programs that are done with a tile
+        self.tokens, self.prefill_tokens = (tile_tokens(heads, prefill) for prefill in (False, True))
+        self._processors = processors(device)
+        pieces = [_WORKSPACE_PIECES * each.num_kv_heads for each in heads]
+        rows = [n * tile_rows(each.group_size, False) for n, each in zip(pieces, heads, strict=True)]
+        wide = max(n * each.head_dim for n, each in zip(rows, heads, strict=True))
+        self.partial = torch.empty(wide, dtype=torch.float32, device=device)
+        self.stats = torch.empty(max(rows) * 2, dtype=torch.float32, device=device)
+        self.count = torch.zeros(max(pieces), dtype=torch.int32, device=device)  # programs that are done with a tile
         self._planned: dict[tuple[int, int], tuple[DeviceBatch, torch.Tensor, bool]] = {}  # by window and programs
+
+    def programs(self, heads: HeadShape) -> int:
+        """Per KV head."""
+        return max(1, _PROGRAMS * self._processors // heads.num_kv_heads)
 
     def items(
         self, batch: DeviceBatch, window: int, programs: int, *, before_pass: bool = False
@@ -457,7 +470,7 @@ class Workspace:
             batch.branches.depth if batch.branches is not None else 0,
             programs,
             _WORKSPACE_PIECES,
-            TOKENS=tile_rows(self.heads.group_size, False) // self.heads.group_size,
+            TOKENS=self.tokens,
             BRANCHES=batch.branches is not None,
             WINDOW=window,
             SPLIT_LEN=SPLIT,
@@ -515,7 +528,7 @@ def paged_attention(
         scratch = workspace.partial, workspace.stats, workspace.count
         fp8_attention.attend(q, out, batch, heads, k_cache, v_cache, items, scratch, *softmax)
     elif batch.tiles.shape[1]:
-        items, planned = workspace.items(batch, heads.window, workspace.programs)
+        items, planned = workspace.items(batch, heads.window, workspace.programs(heads))
         depth, width = 0, 0
         if batch.branches is not None:
             depth, width = batch.branches.depth, triton.next_power_of_2(batch.branches.slots_per_branch)
@@ -537,13 +550,14 @@ def paged_attention(
     if batch.prefill_tiles is not None:
         tiles = batch.prefill_tiles
         overlapped = prefill if tma and not heads.window and not widen_how else None
-        if overlapped is not None and overlapped(q, out, batch, k_cache, v_cache, sinks):
+        if overlapped is not None and overlapped(q, out, batch, heads, k_cache, v_cache, sinks):
             return out
         _prefill_kernel[(heads.num_kv_heads, tiles.shape[1])](
             *(q, k, v, out, tiles, batch.query_start, batch.context_len, batch.block_tables, batch.table_rows),
             *(sinks, tiles.shape[1], table_stride, slot_stride, *softmax),
             **shape,
             BLOCK_M=tile_rows(heads.group_size, True),
+            TOKENS=workspace.prefill_tokens,
             STAGES=prefill_stages,
             num_warps=_PREFILL_WARPS,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from contextlib import suppress
 
 import torch
@@ -23,7 +24,7 @@ class TritonOps(SharedOps):
         self._copies_ahead = False  # there are products that copy weights while attention runs (`few_rows`)
         self.route, self.combine = experts.route, experts.combine
 
-    def reserve(self, heads: HeadShape, device: torch.device) -> None:
+    def reserve(self, heads: Seq[HeadShape], device: torch.device) -> None:
         self._workspace = attention.Workspace(heads, device)
         if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9:
             with suppress(ImportError):  # a version of Triton without Gluon
@@ -31,8 +32,8 @@ class TritonOps(SharedOps):
 
                 self._prefill = OverlappedPrefill(self._workspace)
 
-    def tile_tokens(self, heads: HeadShape, prefill: bool) -> int:
-        return attention.tile_rows(heads.group_size, prefill) // heads.group_size
+    def tile_tokens(self, heads: Seq[HeadShape], prefill: bool) -> int:
+        return attention.tile_tokens(heads, prefill)
 
     def prepare(self, weight: torch.Tensor, *, gated: bool = False, experts: int = 0) -> Weight:
         return DenseWeight(alternating(weight) if gated else weight, gated)
@@ -72,7 +73,7 @@ class TritonOps(SharedOps):
         if self._workspace is None:
             raise AssertionError("reserve() comes before plan()")
         if batch.tiles.shape[1] and k_cache.dtype is not torch.float8_e4m3fn:  # which has another kernel
-            self._workspace.items(batch, heads.window, self._workspace.programs, before_pass=True)
+            self._workspace.items(batch, heads.window, self._workspace.programs(heads), before_pass=True)
 
     def rope_and_store(
         self,

@@ -309,23 +309,26 @@ class OverlappedPrefill:
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
-        self._agrees: dict[tuple[torch.dtype, int, bool], bool] = {}  # by type and size of KV blocks, and sinks
+        self._agrees: dict[tuple[HeadShape, torch.dtype, int, bool], bool] = {}  # KV's type and block size, sinks
 
     def __call__(
         self,
         q: torch.Tensor,
         out: torch.Tensor,
         batch: DeviceBatch,
+        heads: HeadShape,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> bool:
         """False if it cannot be used."""
-        key, heads = (k_cache.dtype, k_cache.shape[1], sinks is not None), self._workspace.heads
+        if self._workspace.prefill_tokens != PREFILL_ROWS // heads.group_size:  # tiles for other heads
+            return False
+        key = heads, k_cache.dtype, k_cache.shape[1], sinks is not None
         if key not in self._agrees:
             if torch.cuda.is_current_stream_capturing():
                 return False
-            found = self._check(k_cache, sinks)
+            found = self._check(heads, k_cache, sinks)
             if compiling():
                 return False
             self._agrees[key] = found
@@ -333,9 +336,9 @@ class OverlappedPrefill:
             prefill_attention(q, out, batch, heads, k_cache, v_cache, heads.scale * LOG2_E, sinks)
         return self._agrees[key]
 
-    def _check(self, cache: torch.Tensor, sinks: torch.Tensor | None) -> bool:
+    def _check(self, heads: HeadShape, cache: torch.Tensor, sinks: torch.Tensor | None) -> bool:
         try:
-            found = _has_the_bits_of_the_other(self._workspace, cache, sinks)
+            found = _has_the_bits_of_the_other(self._workspace, heads, cache, sinks)
         except Exception as error:  # of Triton's compiler
             log.info("prompts are read by a slower attention kernel, since the faster one cannot be built: %r", error)
             return False
@@ -344,9 +347,11 @@ class OverlappedPrefill:
         return found
 
 
-def _has_the_bits_of_the_other(workspace: Workspace, cache: torch.Tensor, sinks: torch.Tensor | None) -> bool:
+def _has_the_bits_of_the_other(
+    workspace: Workspace, heads: HeadShape, cache: torch.Tensor, sinks: torch.Tensor | None
+) -> bool:
     """Compares `prefill_attention` on random tokens after a prefix of several pieces."""
-    heads, block_size, device = workspace.heads, cache.shape[1], cache.device
+    block_size, device = cache.shape[1], cache.device
     before, count, tokens = 2 * SPLIT + 10, 200, PREFILL_ROWS // heads.group_size
 
     def ints(*values: int) -> torch.Tensor:
