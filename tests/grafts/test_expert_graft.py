@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from bits import same_bits
 from conftest import TestModel, mostly_slow, ragged_prompts
 from experts import graft_routing
 
@@ -88,7 +89,7 @@ def test_numbers_of_4_bits_add_up_to_a_weight(count: int, error: float) -> None:
     parts = digits(weight, count).view(64, count, 96)
     assert (parts.sum(1)[:, :80] - weight).norm() < error * weight.norm()
     stored = MXFP4().stored(parts.flatten(1))
-    assert torch.equal(MXFP4().widened(stored)["weight"], parts.flatten(1))
+    assert same_bits(MXFP4().widened(stored)["weight"], parts.flatten(1))
 
 
 class Recording(ReferenceOps):
@@ -147,7 +148,7 @@ def test_an_exported_graft_is_the_same_model_for_transformers(
         found = engine_logits(llm, TOKENS)
     assert (found - expected).norm() < 1e-4 * expected.norm()
     with LLM(str(tmp_path / "graft"), device="cpu", dtype="float32") as llm:
-        assert torch.equal(engine_logits(llm, TOKENS), found)
+        assert same_bits(engine_logits(llm, TOKENS), found)
 
 
 @pytest.mark.slow  # tests/models/test_expert_models.py does so with a small GPT-OSS
@@ -173,7 +174,7 @@ def test_an_exported_rounded_graft_is_read_back(model: str, tmp_path: Path) -> N
     with LLM(str(tmp_path / "graft"), device="cpu", dtype="float32") as llm:
         found = engine_logits(llm, TOKENS)
     with LLM(f"graft:{model}@in-parts:fp8", device="cpu", dtype="float32") as llm:
-        assert torch.equal(engine_logits(llm, TOKENS), found)
+        assert same_bits(engine_logits(llm, TOKENS), found)
 
 
 def test_what_does_not_fit_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from bits import same_bits
 from conftest import mostly_slow
 from torch import Tensor
 
@@ -78,7 +79,7 @@ def test_embedding(kernels: Kernels, dtype: torch.dtype) -> None:
     weight, ids = torch.randn(101, 37).to(dtype), torch.tensor([0, 100, 7, 8, 63, 7])
     packed = kernels.pack_linear(weight)
     for given in (ids, ids.int(), ids[:1]):
-        assert torch.equal(kernels.embedding(packed, given), weight[given.long()])
+        assert same_bits(kernels.embedding(packed, given), weight[given.long()])
 
 
 @pytest.mark.parametrize("token", [-1, 101, 1 << 40])
@@ -91,14 +92,14 @@ def test_embedding_of_no_token(kernels: Kernels, token: int) -> None:
 def test_linear_strided_rows(kernels: Kernels) -> None:
     x, weight = torch.randn(9, 100)[:, 20:84], torch.randn(50, 80)[:, :64]
     out = kernels.linear(x, kernels.pack_linear(weight))
-    assert torch.equal(out, kernels.linear(x.contiguous(), kernels.pack_linear(weight.contiguous())))
+    assert same_bits(out, kernels.linear(x.contiguous(), kernels.pack_linear(weight.contiguous())))
 
 
 def test_linear_can_leave_its_sums_in_float32(kernels: Kernels) -> None:
     x, packed = torch.randn(5, 64).bfloat16(), kernels.pack_linear(torch.randn(50, 64).bfloat16())
     wide = kernels.linear(x, packed, float32=True)
     assert wide.dtype is torch.float32
-    assert torch.equal(wide.bfloat16(), kernels.linear(x, packed))
+    assert same_bits(wide.bfloat16(), kernels.linear(x, packed))
     assert not torch.equal(wide.bfloat16().float(), wide)
 
 
@@ -121,8 +122,8 @@ def test_linear_rows_keep_their_bits(kernels: Kernels, dtype: torch.dtype, n: in
     alone_gated = torch.cat([kernels.linear(x[i : i + 1], gated) for i in range(300)])
     for m in [*range(1, 41), 100, 300]:
         start = 300 - m if m % 2 else 0
-        assert torch.equal(kernels.linear(x[start : start + m], packed), alone[start : start + m]), m
-        assert torch.equal(kernels.linear(x[start : start + m], gated), alone_gated[start : start + m]), m
+        assert same_bits(kernels.linear(x[start : start + m], packed), alone[start : start + m]), m
+        assert same_bits(kernels.linear(x[start : start + m], gated), alone_gated[start : start + m]), m
 
 
 def test_linear_blocks_of_rows(kernels: Kernels) -> None:
@@ -130,7 +131,7 @@ def test_linear_blocks_of_rows(kernels: Kernels) -> None:
     packed, x = kernels.pack_linear(torch.randn(24, 4100)), torch.randn(70, 4100)
     whole = kernels.linear(x, packed)
     close(whole, x.double() @ unpacked(kernels, packed).double(), torch.float32, scale=64)
-    assert torch.equal(whole, torch.cat([kernels.linear(row[None], packed) for row in x]))
+    assert same_bits(whole, torch.cat([kernels.linear(row[None], packed) for row in x]))
 
 
 def unpacked(kernels: Kernels, packed: PackedWeight) -> Tensor:
@@ -173,7 +174,7 @@ def test_rms_norm(kernels: Kernels, dtype: torch.dtype, d: int) -> None:
     x, weight = torch.randn(33, d).to(dtype), torch.rand(d).to(dtype)
     out = kernels.rms_norm(x, weight, 1e-5)
     close(out, rms_reference(x, weight, 1e-5), dtype)
-    assert torch.equal(out, torch.cat([kernels.rms_norm(x[i : i + 1], weight, 1e-5) for i in range(33)]))
+    assert same_bits(out, torch.cat([kernels.rms_norm(x[i : i + 1], weight, 1e-5) for i in range(33)]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -182,8 +183,8 @@ def test_rms_norm_adds_to_the_residual_stream(kernels: Kernels, dtype: torch.dty
     x, residual, weight = (torch.randn(*shape).to(dtype) for shape in ((33, 2000), (33, 1000), (1000,)))
     x = x[:, :1000]
     total = residual + x
-    assert torch.equal(kernels.rms_norm(x, weight, 1e-5, residual), kernels.rms_norm(total, weight, 1e-5))
-    assert torch.equal(residual, total)
+    assert same_bits(kernels.rms_norm(x, weight, 1e-5, residual), kernels.rms_norm(total, weight, 1e-5))
+    assert same_bits(residual, total)
 
 
 # ------------------------------------------------------------------------------------------------ rope_and_store
@@ -224,16 +225,16 @@ def test_rope_and_store(kernels: Kernels, dtype: torch.dtype, h: int, hkv: int, 
     k_expected[slots[kept].long()], v_expected[slots[kept].long()] = k[kept], v[kept]
     close(q_out, q, dtype)
     close(k_cache.flatten(0, 1), k_expected, dtype)
-    assert torch.equal(v_cache.flatten(0, 1), v_expected)
+    assert same_bits(v_cache.flatten(0, 1), v_expected)
 
     k_again, v_again = torch.zeros_like(k_cache), torch.zeros_like(v_cache)
     for i in range(t):
         row = slice(i, i + 1)
         place = (positions[row].int(), cos, sin, slots[row].long())
         one = kernels.rope_and_store(qkv[row], *place, k_again, v_again, h, q_norm, k_norm, 1e-6)
-        assert torch.equal(one[0], q_out[i])
-    assert torch.equal(k_again, k_cache)
-    assert torch.equal(v_again, v_cache)
+        assert same_bits(one[0], q_out[i])
+    assert same_bits(k_again, k_cache)
+    assert same_bits(v_again, v_cache)
 
 
 @pytest.mark.parametrize(("position", "slot"), [(512, 0), (-1, 0), (0, 2 * BLOCK), (0, 1 << 30)])
@@ -329,14 +330,14 @@ def test_attention(kernels: Kernels, dtype: torch.dtype, h: int, hkv: int, d: in
         close(out, paged.reference(s), dtype)
     for s, n in enumerate(paged.lengths):  # every prompt row by row, then in uneven chunks
         step = torch.cat([paged.run(kernels, [(s, i, i + 1)])[0] for i in range(n)])
-        assert torch.equal(step, whole[s])
+        assert same_bits(step, whole[s])
         for size in (3, 31, 64, 100):
             chunks = [paged.run(kernels, [(s, i, min(n, i + size))])[0] for i in range(0, n, size)]
-            assert torch.equal(torch.cat(chunks), whole[s]), size
+            assert same_bits(torch.cat(chunks), whole[s]), size
     mixed = paged.run(kernels, [(5, 140, 143), (0, 129, 130), (2, 13, 13), (3, 1, 65), (1, 0, 1)])
     parts = [whole[5][140:], whole[0][129:], whole[2][:0], whole[3][1:], whole[1]]
     for out, expected in zip(mixed, parts, strict=True):
-        assert torch.equal(out, expected)
+        assert same_bits(out, expected)
 
 
 @pytest.mark.parametrize(
@@ -388,9 +389,9 @@ def test_gumbel(kernels: Kernels, vocab: int) -> None:
     assert whole.dtype is torch.float32
     torch.testing.assert_close(whole, noise.gumbel_reference(keys, vocab), rtol=1.2e-7, atol=1e-9)
     for i, row in enumerate(whole):
-        assert torch.equal(kernels.gumbel(keys[i : i + 1], vocab, *noise.constants())[0], row)
+        assert same_bits(kernels.gumbel(keys[i : i + 1], vocab, *noise.constants())[0], row)
     for n in {1, vocab // 3, vocab - 1} - {0}:
-        assert torch.equal(kernels.gumbel(keys, n, *noise.constants()), whole[:, :n])
+        assert same_bits(kernels.gumbel(keys, n, *noise.constants()), whole[:, :n])
 
 
 def test_gumbel_speed(kernels: Kernels) -> None:
@@ -429,7 +430,7 @@ def test_threads_keep_the_bits(kernels: Kernels, dtype: torch.dtype) -> None:
         noises = [kernels.gumbel(keys, vocab, *noise.constants()) for vocab in (5, 8192, 9001)]
         results.append([*linear, kernels.rms_norm(x, weight, 1e-6), q, k_cache, v_cache, *attention, *noises])
     for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+        assert all(same_bits(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 def test_a_thread_that_ends_leaves_no_scratch(kernels: Kernels) -> None:
@@ -460,7 +461,7 @@ def test_many_threads_compute_what_one_computes(kernels: Kernels) -> None:
     def call(number: int) -> None:
         for i in range(300):
             with use_threads(2 + (number + i) % 7):
-                if not torch.equal(kernels.linear(x, packed), expected):
+                if not same_bits(kernels.linear(x, packed), expected):
                     failures.append(i)
             if i % 50 == number:
                 time.sleep(0.002)  # the workers sleep
@@ -537,7 +538,7 @@ def test_a_forked_process_computes_without_the_workers_of_its_parent(kernels: Ke
         expected = kernels.linear(x, packed)
         child = os.fork()
         if child == 0:
-            os._exit(0 if torch.equal(kernels.linear(x, packed), expected) else 1)
+            os._exit(0 if same_bits(kernels.linear(x, packed), expected) else 1)
     deadline = time.monotonic() + 20
     while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -568,7 +569,7 @@ def test_without_a_compiler_the_kernels_of_the_package_are_used(
     assert found.variant == slowest.name
     packed, x = found.pack_linear(torch.randn(70, 96)), torch.randn(9, 96)
     together = found.linear(x, packed)
-    assert all(torch.equal(found.linear(x[i : i + 1], packed)[0], together[i]) for i in range(9))
+    assert all(same_bits(found.linear(x[i : i + 1], packed)[0], together[i]) for i in range(9))
 
 
 @pytest.mark.parametrize(

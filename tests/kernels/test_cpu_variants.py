@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bits import same_bits
 from chains import HIDDEN, quantized_layer
 from gguf_files import SIZES, random_blocks
 from stored_codes import CODES, some_codes
@@ -81,8 +82,8 @@ def test_integer_codes_have_the_same_bits_in_every_variant(native: Kernels, othe
                 if gated:  # an exponential has the machine's own vectors
                     torch.testing.assert_close(found, expected[:rows], rtol=1e-5, atol=1e-4)
                 else:
-                    assert torch.equal(found, expected[:rows]), (code, group, depth, rows)
-                    assert torch.equal(native.codes_embedding(ours, tokens), other.codes_embedding(theirs, tokens))
+                    assert same_bits(found, expected[:rows]), (code, group, depth, rows)
+                    assert same_bits(native.codes_embedding(ours, tokens), other.codes_embedding(theirs, tokens))
 
 
 @pytest.mark.slow
@@ -97,8 +98,8 @@ def test_gguf_blocks_have_the_same_bits_in_every_variant(native: Kernels, other:
         ours, theirs = (each.pack_codes(codes, dtype, coarse=True) for each in (native, other))
         expected = native.linear(x, ours, float32=True)
         for rows in (1, 2, 3, 4, 5, 7, 8, 9, 17, 35):
-            assert torch.equal(native.linear(x[:rows], ours, float32=True), expected[:rows]), (kind, rows)
-            assert torch.equal(other.linear(x[:rows], theirs, float32=True), expected[:rows]), (kind, rows)
+            assert same_bits(native.linear(x[:rows], ours, float32=True), expected[:rows]), (kind, rows)
+            assert same_bits(other.linear(x[:rows], theirs, float32=True), expected[:rows]), (kind, rows)
 
 
 @pytest.mark.slow
@@ -112,8 +113,8 @@ def test_products_of_every_variant(other: Kernels, dtype: torch.dtype, n: int, k
     whole, exact = other.linear(x, packed, float32=True), x.double() @ weight.double().T
     assert (whole - exact).norm() < 1e-6 * exact.norm()
     for rows in (*ROWS, 33, 48):
-        assert torch.equal(other.linear(x[:rows], packed, float32=True), whole[:rows])
-    assert torch.equal(other.embedding(packed, torch.tensor([0, n - 1])), weight[[0, n - 1]])
+        assert same_bits(other.linear(x[:rows], packed, float32=True), whole[:rows])
+    assert same_bits(other.embedding(packed, torch.tensor([0, n - 1])), weight[[0, n - 1]])
 
 
 @pytest.mark.slow
@@ -142,7 +143,7 @@ def test_attention_of_every_variant(other: Kernels, heads: int, kv_heads: int, d
     for branches in (False, True):
         whole = attend(0, 20, branches)
         for first, count in ((0, 1), (19, 1), (3, 5), (7, 13)):
-            assert torch.equal(attend(first, count, branches), whole[first : first + count]), (first, count, branches)
+            assert same_bits(attend(first, count, branches), whole[first : first + count]), (first, count, branches)
         slots = [int(blocks[0, p // block_size]) * block_size + p % block_size for p in range(length)]
         for row in range(20):
             seen = [*slots, *(30 * block_size + 8 * row + i for i in range(depth + 1))] if branches else slots
@@ -191,14 +192,14 @@ def test_attention_has_the_same_bits_in_any_company(other: Kernels, block_size: 
         whole = attend(together, branches).reshape(3, 30, heads, d)
         for threads in (1, 2, 5, 16):  # which share a task if there are few
             with use_threads(threads):
-                assert torch.equal(attend(together, branches).reshape(whole.shape), whole), threads
+                assert same_bits(attend(together, branches).reshape(whole.shape), whole), threads
                 for begin, end in ((29, 30), (2, 9)):
-                    assert torch.equal(attend([(0, begin, end)], branches), whole[0, begin:end]), (threads, begin)
+                    assert same_bits(attend([(0, begin, end)], branches), whole[0, begin:end]), (threads, begin)
         for seq in range(3):
             for begin, end in (*((row, row + 1) for row in range(30)), (4, 6), (1, 4), (9, 14), (13, 30)):
-                assert torch.equal(attend([(seq, begin, end)], branches), whole[seq, begin:end]), (seq, begin, end)
+                assert same_bits(attend([(seq, begin, end)], branches), whole[seq, begin:end]), (seq, begin, end)
         mixed = [(2, 29, 30), (0, 12, 20), (1, 0, 3)]
-        assert torch.equal(attend(mixed, branches), torch.cat([whole[seq, begin:end] for seq, begin, end in mixed]))
+        assert same_bits(attend(mixed, branches), torch.cat([whole[seq, begin:end] for seq, begin, end in mixed]))
         for seq, row in ((0, 0), (0, 29), (1, 17), (2, 5)) if size == 1.0 else ():
             count = lengths[seq] - row % forks if branches else lengths[seq] - 29 + row
             seen = torch.cat((slots[seq, :count], own[seq, row] if branches else own[0, 0, :0]))
@@ -221,4 +222,4 @@ def test_repeated_calls_have_the_same_bits_in_every_variant(other: Kernels, grou
             expected = layer(x)
             with use_threads(threads):
                 found = recordings.run("key", lambda x=x: layer(x), None)
-            assert torch.equal(found, expected), (rows, threads)
+            assert same_bits(found, expected), (rows, threads)

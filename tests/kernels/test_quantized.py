@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from bits import same_bits
 from conftest import mostly_slow
 from stored_codes import CODES, some_codes
 
@@ -144,7 +145,7 @@ def test_products_of_stored_codes(kind: str, code: CodeType, group: int, offsets
         close(plain.linear(rows, bias), reference.prepare(rounded).linear(wide, bias.float()), dtype)
         close(gated.linear(rows, bias), reference.prepare(rounded, gated=True).linear(wide, bias.float()), dtype)
         tokens = torch.tensor([3, columns - 1, 0, 3], device=device)
-        assert torch.equal(plain.embedding(tokens), rounded[tokens].to(dtype))
+        assert same_bits(plain.embedding(tokens), rounded[tokens].to(dtype))
 
 
 @stored_codes("c", "triton")
@@ -167,9 +168,9 @@ def test_a_row_has_the_same_bits_in_any_company(kind: str, code: CodeType, group
         more = [[0], [5, 3], [*range(60, 70)], [*range(2, 67)]]
         for rows in chosen + more if kind == "c" or CUDA else chosen:  # the interpreter is slow
             index = torch.tensor(rows, device=device)
-            assert torch.equal(weight.linear(x[index], float32=True), sums[index])
+            assert same_bits(weight.linear(x[index], float32=True), sums[index])
             again = weight.linear(RoundedRows(rounded[index], scales[index]), float32=True)
-            assert torch.equal(again, scaled[index])
+            assert same_bits(again, scaled[index])
 
 
 @pytest.mark.parametrize("kind", mostly_slow(FORMATS, fast=FORMATS if CUDA else {"int4"}))
@@ -203,7 +204,7 @@ def test_many_rows_are_multiplied_by_widened_codes(kind: CodeType, monkeypatch: 
             patch.setattr(module, "_WIDE_COLUMNS", 16)
             for wide, narrow in zip(products(), few, strict=True):
                 close(wide, narrow, dtype)
-                assert torch.equal(wide, narrow) or not CUDA  # the interpreter adds up a whole tile at a time
+                assert same_bits(wide, narrow) or not CUDA  # the interpreter adds up a whole tile at a time
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -244,18 +245,18 @@ def test_rows_are_rounded_by_themselves(kind: str, number: RowType) -> None:
             rounded, scales = round_rows(x, how)
             assert rounded.dtype is dtype
             same = rounded.to(torch.float8_e4m3fn) if number == "fp8" else rounded.to(torch.int8)
-            assert torch.equal(rounded.float(), same.float())
+            assert same_bits(rounded.float(), same.float())
             on_cpu = replace(how, scale=None if stored is None else stored.cpu())
             expected, wanted = rounded_rows(x.cpu(), on_cpu)
-            assert torch.equal(scales.cpu(), wanted)  # torch's own division on a GPU is not rounded to the nearest
-            assert torch.equal(rounded.cpu(), expected)
+            assert same_bits(scales.cpu(), wanted)  # torch's own division on a GPU is not rounded to the nearest
+            assert same_bits(rounded.cpu(), expected)
             wide = (rounded.float().view(6, scales.shape[1], -1) * scales[:, :, None]).flatten(1)
             if stored is None:
                 assert (wide - x.float()).abs().max(1).values.le(x.float().abs().amax(1) / 16 + 1e-37).all()
             for i in range(6):
                 alone, scale = round_rows(x[i : i + 1], how)
-                assert torch.equal(alone[0], rounded[i])
-                assert torch.equal(scale[0], scales[i])
+                assert same_bits(alone[0], rounded[i])
+                assert same_bits(scale[0], scales[i])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -267,7 +268,7 @@ def test_an_embedding_is_looked_up_unrounded(kind: str) -> None:
     for head in (True, False):
         use = Use(embedding=True, product=head)
         prepared = rounded.prepare([{"weight": weight}], ops, torch.float32, use)
-        assert torch.equal(prepared.embedding(tokens), weight[tokens])
+        assert same_bits(prepared.embedding(tokens), weight[tokens])
         assert (prepared.codes is not None) == head
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from bits import same_bits
 from chains import HIDDEN, quantized_layer
 
 from ssd.kernels.cpu import library, recording
@@ -36,7 +37,7 @@ def test_repeats_with_the_numbers_and_the_threads_of_now(dtype: torch.dtype) -> 
         x.copy_(torch.randn(3, 64))
         expected = run(Recordings(kernels.repeat), x, weight, norm)
         with use_threads(threads):
-            assert torch.equal(run(recordings, x, weight, norm), expected)
+            assert same_bits(run(recordings, x, weight, norm), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -51,7 +52,7 @@ def test_rows_that_are_packed_by_the_call_before(dtype: torch.dtype, group: int,
             expected = layer(x)
             with use_threads(threads):
                 found = recordings.run("key", lambda x=x: layer(x), None)
-            assert torch.equal(found, expected), (rows, threads)
+            assert same_bits(found, expected), (rows, threads)
 
 
 def test_what_torch_computes_is_not_recorded() -> None:
@@ -59,7 +60,7 @@ def test_what_torch_computes_is_not_recorded() -> None:
     recordings, x = Recordings(kernels.repeat), torch.ones(2, 2)
     for value in range(4):
         x.fill_(value)
-        assert torch.equal(recordings.run("key", lambda: x + 1, None), x + 1)
+        assert same_bits(recordings.run("key", lambda: x + 1, None), x + 1)
 
 
 def test_copies_are_not_recorded() -> None:
@@ -78,7 +79,7 @@ def test_copies_are_not_recorded() -> None:
         for value in range(1, 4):
             x.copy_(torch.arange(16).view(4, 4) * value + value**2)
             found = recordings.run(key, lambda rows=rows: kernels.rms_norm(rows.contiguous(), norm, 1e-5), None)
-            assert torch.equal(found, kernels.rms_norm(rows.contiguous(), norm, 1e-5)), (key, value)
+            assert same_bits(found, kernels.rms_norm(rows.contiguous(), norm, 1e-5)), (key, value)
         assert len(repeated) == (key == "same")
 
 

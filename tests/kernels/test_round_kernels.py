@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import same_bits
 from conftest import mostly_slow
 
 from ssd.core import Origin
@@ -63,7 +64,7 @@ class World:
     def same(self, one: SequenceState, other: SequenceState) -> None:
         """But for the slot of padding: several sequences of padding write to it at the same time."""
         for name in self.tensors:
-            assert torch.equal(getattr(one, name)[:-1].cpu(), getattr(other, name)[:-1]), name
+            assert same_bits(getattr(one, name)[:-1].cpu(), getattr(other, name)[:-1]), name
 
     def batch(self) -> Batch:
         """Prefill chunks, last chunks with and without a draft, decoding with and without a draft."""
@@ -259,7 +260,7 @@ def test_staging(seed: int, fork: bool) -> None:
     for each in results:
         each["computed"][-1] = 0  # several rows of padding write it at the same time
     for name in ("first", "count", "computed", "verified_confidence", "hit"):
-        assert torch.equal(ours[name], theirs[name]), name
+        assert same_bits(ours[name], theirs[name]), name
     for row, expected, count in zip(ours["tokens"], theirs["tokens"], theirs["count"].tolist(), strict=True):
         assert torch.equal(row[:count], expected[:count])
         assert (row >= 0).all()
@@ -409,7 +410,7 @@ def test_features(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         found.append([t.cpu() for t in (hidden[: batch.num_rows], mapping[: batch.num_rows], own)])
     for other in found[1:]:
         for one, two in zip(found[0], other, strict=True):
-            assert torch.equal(one, two)
+            assert same_bits(one, two)
 
 
 def test_slots_that_are_not_there_are_refused() -> None:

@@ -9,6 +9,7 @@ import dataclasses
 
 import pytest
 import torch
+from bits import same_bits
 from conftest import mostly_slow
 from device_batches import make_device_batch, paged_batch
 
@@ -76,15 +77,15 @@ def test_rms_norm_adds_to_the_residual_stream(ops: triton_ops.TritonOps, dtype: 
     """The sum is rounded once, and kept; its norm has the bits of the norm of that sum."""
     x, residual, w = randn(3, 2 * 576, dtype=dtype)[:, :576], randn(3, 576, dtype=dtype), randn(576, dtype=dtype)
     total = residual + x
-    assert torch.equal(ops.rms_norm(x, w, 1e-5, residual), ops.rms_norm(total, w, 1e-5))
-    assert torch.equal(residual, total)
+    assert same_bits(ops.rms_norm(x, w, 1e-5, residual), ops.rms_norm(total, w, 1e-5))
+    assert same_bits(residual, total)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parts_of_ranks_are_added_in_order_and_rounded_once(dtype: torch.dtype) -> None:
     parts = randn(4, 2500) * torch.tensor([1e4, 1.0, 1e-3, 1e4], device=DEVICE)[:, None]
     total = ((parts[0] + parts[1]) + parts[2]) + parts[3]
-    assert torch.equal(elementwise.add_parts(parts.flatten(), 4, dtype), total.to(dtype))
+    assert same_bits(elementwise.add_parts(parts.flatten(), 4, dtype), total.to(dtype))
 
 
 class Paged:
@@ -182,7 +183,7 @@ def test_layers_with_other_heads_do_not_change_the_bits(ops: triton_ops.TritonOp
         for prefill in (False, True):
             batch = paged.batch(ops, [(0, 570, 600), (1, 25, 40)], prefill, kinds)
             found.append(ops.attention(q, batch, heads, paged.k, paged.v))
-    assert all(torch.equal(found[0], each) for each in found[1:])
+    assert all(same_bits(found[0], each) for each in found[1:])
     close(found[0], ReferenceOps().attention(q, batch, heads, paged.k, paged.v), torch.float32)
 
 
@@ -229,10 +230,10 @@ def test_rows_with_a_window_or_sinks_keep_their_bits(
     for programs in (1, 2, 64):
         for i, ours in enumerate(run([(0, 1090, 1100), (1, 38, 40), (2, 509, 516)], False, programs)):
             part = [slice(30, 40), slice(38, 40), slice(9, 16)][i]
-            assert torch.equal(ours, whole[i][part]), (programs, i)
+            assert same_bits(ours, whole[i][part]), (programs, i)
     for row in (0, 4, 39):
-        assert torch.equal(run([(0, 1060 + row, 1061 + row)], False, 3)[0], whole[0][row : row + 1])
-    assert torch.equal(run([(0, 1075, 1100)], True)[0], whole[0][15:])
+        assert same_bits(run([(0, 1060 + row, 1061 + row)], False, 3)[0], whole[0][row : row + 1])
+    assert same_bits(run([(0, 1075, 1100)], True)[0], whole[0][15:])
 
 
 def test_padding_is_stored_nowhere(ops: triton_ops.TritonOps) -> None:
@@ -259,7 +260,7 @@ def test_block_tables_are_looked_up_by_row(ops: triton_ops.TritonOps) -> None:
     tables[rows, 1:] = batch.block_tables
     scattered = dataclasses.replace(batch, block_tables=tables[:, 1:], table_rows=rows)
     expected = ops.attention(q, batch, paged.heads, paged.k, paged.v)
-    assert torch.equal(ops.attention(q, scattered, paged.heads, paged.k, paged.v), expected)
+    assert same_bits(ops.attention(q, scattered, paged.heads, paged.k, paged.v), expected)
 
 
 def test_noise_is_the_same_function() -> None:
@@ -273,7 +274,7 @@ def test_noise_is_the_same_function() -> None:
     ours = gumbel(signed, 2500, *constants).cpu()
     theirs = noise.gumbel(keys, 2500, torch.device("cpu"))
     assert (ours - theirs).abs().max() < 2e-6
-    assert torch.equal(gumbel(signed[3:4], 2500, *constants).cpu()[0], ours[3])
+    assert same_bits(gumbel(signed[3:4], 2500, *constants).cpu()[0], ours[3])
 
 
 @gpu
@@ -285,10 +286,10 @@ def test_linear_rows_keep_their_bits(ops: triton_ops.TritonOps, columns: int, de
     plain, both = ops.prepare(w), ops.prepare(w, gated=True)
     whole, gated, wide = plain.linear(x), both.linear(x), plain.linear(x, float32=True)
     for rows in (1, 2, 7, 16, 17, 32, 33, 64, 65, 100, 128, 129, 256, 300):
-        assert torch.equal(plain.linear(x[:rows]), whole[:rows]), f"{rows} rows"
-        assert torch.equal(plain.linear(x[-rows:]), whole[-rows:]), f"last {rows} rows"
-        assert torch.equal(both.linear(x[:rows]), gated[:rows]), f"gated, {rows} rows"
-        assert torch.equal(plain.linear(x[:rows], float32=True), wide[:rows]), f"float32 sums, {rows} rows"
+        assert same_bits(plain.linear(x[:rows]), whole[:rows]), f"{rows} rows"
+        assert same_bits(plain.linear(x[-rows:]), whole[-rows:]), f"last {rows} rows"
+        assert same_bits(both.linear(x[:rows]), gated[:rows]), f"gated, {rows} rows"
+        assert same_bits(plain.linear(x[:rows], float32=True), wide[:rows]), f"float32 sums, {rows} rows"
 
 
 @gpu
@@ -313,12 +314,12 @@ def test_attention_rows_keep_their_bits(
             batch = paged.batch(ops, [(s, first, last)], prefill)
             q = parts[s][first:last].contiguous()
             ours = ops.attention(q, batch, heads, paged.k, paged.v, paged.scales, logits)
-            assert torch.equal(ours, expected[s][first:last]), f"sequence {s}, positions {first}..{last}"
+            assert same_bits(ours, expected[s][first:last]), f"sequence {s}, positions {first}..{last}"
     many = paged.batch(ops, [(s, n - 1, n) for s, n in enumerate(lengths)] * 60, prefill=False)  # one program per tile
     ops.plan(many, heads, paged.k)  # a kernel that is not launched early follows, as the rule is (`launching`)
     rows = torch.stack([part[-1] for part in parts] * 60)
     together = ops.attention(rows, many, heads, paged.k, paged.v, paged.scales, logits)
-    assert torch.equal(together, torch.stack([part[-1] for part in expected] * 60))
+    assert same_bits(together, torch.stack([part[-1] for part in expected] * 60))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import same_bits
 
 from ssd.assembly.open import open_checkpoint
 from ssd.errors import ModelNotFound, SSDError, UnsupportedModel
@@ -149,7 +150,7 @@ def test_every_weight_of_every_shard_comes_out(family: str, changes: dict[str, A
     expected = model.state_dict()
     tied = {"lm_head.weight"} if checkpoint.config.tie_embeddings else set()
     assert set(loaded) == set(expected) - tied
-    assert all(torch.equal(loaded[name], expected[name]) for name in loaded)
+    assert all(same_bits(loaded[name], expected[name]) for name in loaded)
     layer = "model.layers.0."
     assert checkpoint.config.attention.qkv_bias == (layer + "self_attn.q_proj.bias" in loaded)
     assert checkpoint.config.attention.output_bias == (layer + "self_attn.o_proj.bias" in loaded)

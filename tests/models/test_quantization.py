@@ -58,7 +58,7 @@ def test_the_weights_are_those_of_the_format_to_the_bit(made: Made, name: str) -
     theirs = model.state_dict()
     assert found.keys() == theirs.keys()
     for each, weight in theirs.items():
-        assert torch.equal(found[each], weight), each
+        assert torch.equal(found[each], weight), each  # values: the rounding here makes -0.0, an integer has none
     assert isinstance(checkpoint.formats("model.layers.1.mlp.down_proj"), Coded)
 
 
