@@ -13,6 +13,7 @@ from random_weights import RandomCheckpoint
 
 from ssd import LLM, ConfigError
 from ssd.assembly import fit, memory
+from ssd.assembly.device import resolve_dtype
 from ssd.assembly.fit import check_fits
 from ssd.assembly.memory import weight_bytes
 from ssd.assembly.open import open_checkpoint
@@ -255,3 +256,13 @@ def test_windows_need_memory_for_a_window() -> None:
         needed = memory.blocks_for(config, model.kv_groups(windowed=True), CPU)
         assert memory.longest_sequence(300, needed, 1 << 17) == longest
         assert needed(longest) <= 300 < needed(longest + 1) or longest == 1 << 17
+
+
+def test_float32_is_refused_where_attention_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, cuda = EngineConfig("any", dtype="float32"), torch.device("cuda")
+    monkeypatch.setattr("ssd.assembly.device.shared_memory", lambda device: 99 << 10)
+    with pytest.raises(ConfigError, match=r"heads of 128 dimensions.*use bfloat16"):
+        resolve_dtype(config, SHAPES["llama-3.1-8b"], cuda)
+    assert resolve_dtype(config, SHAPES["llama-3.2-1b"], cuda) is torch.float32
+    monkeypatch.setattr("ssd.assembly.device.shared_memory", lambda device: 163 << 10)
+    assert resolve_dtype(config, SHAPES["llama-3.1-8b"], cuda) is torch.float32

@@ -33,7 +33,7 @@ from ssd.models.config import DecoderConfig, equal_layers
 from ssd.models.decoder import Decoder
 from ssd.models.families import gpt_oss
 from tests.models.test_parity import engine_logits
-from tests.models.test_tensor_parallel import logits_of
+from tests.parallel.test_tensor_parallel import logits_of
 
 CPU = torch.device("cpu")
 TOKENS = list(range(0, 320, 7))

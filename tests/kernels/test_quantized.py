@@ -270,8 +270,3 @@ def test_an_embedding_is_looked_up_unrounded(kind: str) -> None:
         prepared = rounded.prepare([{"weight": weight}], ops, torch.float32, use)
         assert same_bits(prepared.embedding(tokens), weight[tokens])
         assert (prepared.codes is not None) == head
-
-
-def test_every_kind_is_an_implementation_of_the_interface() -> None:
-    ops: list[Ops] = [make_ops(kind)[0] for kind in ("plain", "c")]
-    assert all(hasattr(each, name) for each in ops for name in vars(Ops) if not name.startswith("_"))
