@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 import time
 from collections import defaultdict
@@ -39,6 +38,7 @@ from ssd import LLM, SamplingParams
 from ssd.assembly import draft_workers, placement
 from ssd.assembly.open import open_checkpoint
 from ssd.bench import drawing
+from ssd.bench.record import HELP, Figure, record
 from ssd.config import EngineConfig, SpeculationConfig
 from ssd.core import Origin, Outcome, Work
 from ssd.decoding.drafter import Drafter
@@ -161,10 +161,9 @@ def main() -> None:
     args = _arguments()
     if args.picture:
         drawing.check_file("--picture", args.picture, (".png", ".svg"))
-    rows = json.loads(args.rows.read_text()) if args.rows else measured(args)
+    rows = measured(args)
     show(rows, args)
-    if args.out:
-        args.out.write_text(json.dumps(rows, indent=1))
+    record(args.json, {_name(row): _figures(row) for row in rows}, [f"T = {args.temperature:g}"])
     if args.picture:
         draw(rows, args.picture, f"{args.model}, T = {args.temperature:g}")
     if any(row["differing"] for row in rows):
@@ -224,6 +223,17 @@ def _row(method: str, k: int, delay: float, batch: int, figures: Figures, plain:
         "tokens_per_second": figures.tokens_per_second,
         "differing": sum(a != b for a, b in zip(figures.texts, plain.texts, strict=True)),
     }
+
+
+def _name(row: dict[str, Any]) -> str:
+    draft = f", K = {row['k']}" if row["k"] else ""
+    branches = f", {row['budget']} branches, {row['delay_ms']:g} ms delay" if "budget" in row else ""
+    return f"batch {row['batch']}, {row['method']}{draft}{branches}"
+
+
+def _figures(row: dict[str, Any]) -> dict[str, Figure]:
+    named = ("batch", "k", "delay_ms", "budget")
+    return {name: round(row[name], 3) for name in row if isinstance(row[name], float | int) and name not in named}
 
 
 def show(rows: Seq[dict[str, Any]], args: argparse.Namespace) -> None:
@@ -297,8 +307,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--sets", nargs="+", default=["humaneval", "gsm8k"])
-    parser.add_argument("--out", type=Path, help="file for the figures, as JSON")
-    parser.add_argument("--rows", type=Path, help="the --out of an earlier run: nothing is measured")
+    parser.add_argument("--json", type=Path, help=HELP)
     parser.add_argument("--picture", type=Path, help="PNG or SVG: SSD / SD over the draft's time")
     parser.add_argument("--smoke", action="store_true", help="small models on this CPU: whether it runs")
     args = parser.parse_args()

@@ -16,11 +16,13 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from ssd.bench.record import HELP, record, rows_of
 from ssd.kernels.ops import DeviceBatch, HeadShape
 from ssd.kernels.triton.ops import TritonOps
 
@@ -35,6 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", nargs=3, type=int, default=[32, 8, 128], metavar=("Q", "KV", "DIM"))
     parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto", help="auto: bfloat16")
+    parser.add_argument("--json", type=Path, help=HELP)
     args = parser.parse_args()
     heads, stored = HeadShape(*args.heads), torch.float8_e4m3fn if args.kv_cache_dtype == "fp8" else torch.bfloat16
     if not torch.cuda.is_available():
@@ -47,6 +50,7 @@ def main() -> None:
         rate = sequences * context * heads.num_kv_heads * heads.head_dim * 2 * stored.itemsize / seconds
         table.add_row(*map(str, (sequences, queries, context)), *figures(seconds, rate / 1e12, rate / copy))
     console.print(table)
+    rows = rows_of(table, names=3, prefix="decoding, ")
     table = Table("sequences", "queries each", "context", "µs", "TFLOP/s")
     for sequences, queries, context in PREFILL:
         seconds = attention_seconds(heads, stored, sequences, queries, context, prefill=True)
@@ -54,6 +58,7 @@ def main() -> None:
         operations = 4 * heads.num_heads * heads.head_dim * seen
         table.add_row(*map(str, (sequences, queries, context)), *figures(seconds, operations / seconds / 1e12))
     console.print(table)
+    record(args.json, rows | rows_of(table, names=3, prefix="prefill, "))
 
 
 def figures(seconds: float, *rates: float) -> list[str]:

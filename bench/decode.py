@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import random
 import statistics
 import tempfile
@@ -28,6 +27,7 @@ from random_weights import RandomCheckpoint
 from ssd.assembly.build import build_engine
 from ssd.assembly.open import open_checkpoint
 from ssd.bench.load import LoadMeter
+from ssd.bench.record import HELP, Figure, record, spread, text
 from ssd.config import EngineConfig
 from ssd.core import SamplingParams
 from ssd.engine.driver import Driver
@@ -41,7 +41,7 @@ from ssd.layers.linear import Linear
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.config import DecoderConfig
 
-Row = tuple[str, str]
+Row = tuple[str, str | dict[str, Figure]]  # a note, or figures by their units
 
 
 def main() -> None:
@@ -57,9 +57,10 @@ def main() -> None:
     rows += [("warning", warning)] if warning else []
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
-        print(f"{name:<{width}}  {value}")
-    if args.json:
-        Path(args.json).write_text(json.dumps(dict(rows), indent=1))
+        parts = value if isinstance(value, str) else ", ".join(f"{text(each)} {unit}" for unit, each in value.items())
+        print(f"{name:<{width}}  {parts}")
+    notes = [f"{name}: {value}" for name, value in rows if isinstance(value, str)]
+    record(args.json, {name: value for name, value in rows if not isinstance(value, str)}, notes)
 
 
 def bench_cpu(shape: str, args: argparse.Namespace) -> list[Row]:
@@ -71,8 +72,8 @@ def bench_cpu(shape: str, args: argparse.Namespace) -> list[Row]:
         model.save_pretrained(folder)
         start = time.perf_counter()
         llm = LLM(folder, device="cpu", dtype="float32", kv_cache_dtype=args.kv_cache_dtype)
-        rows = [("shape", shape), ("threads", str(torch.get_num_threads()))]
-        rows.append(("ssd ready after", f"{time.perf_counter() - start:.2f} s"))
+        rows: list[Row] = [("shape", shape), ("threads", str(torch.get_num_threads()))]
+        rows.append(("ssd ready after", {"s": round(time.perf_counter() - start, 2)}))
         half = LLM(folder, device="cpu", dtype="bfloat16", kv_cache_dtype=args.kv_cache_dtype)
         for batch in (1, 8):
             prompts = random_prompts(batch, args.prompt_len, SHAPES[shape].vocab_size)
@@ -97,15 +98,14 @@ def bench_cpu_model(args: argparse.Namespace) -> list[Row]:
     from ssd import LLM
 
     checkpoint = open_checkpoint(args.model)
-    rows = [("model", described(args.model, checkpoint)), ("threads", str(torch.get_num_threads()))]
+    rows: list[Row] = [("model", described(args.model, checkpoint)), ("threads", str(torch.get_num_threads()))]
     for dtype in ("float32", "bfloat16"):
         with LLM(args.model, device="cpu", dtype=dtype, kv_cache_dtype=args.kv_cache_dtype) as llm:
             for batch in (1, 8):
                 prompts = random_prompts(batch, args.prompt_len, known_tokens(checkpoint))
                 run = functools.partial(engine_decode, llm.driver, prompts, args.new_tokens)
-                rows.append(
-                    (f"batch {batch}, {dtype}", f"{spread(alternate({'ssd': run}, args.repeats)['ssd'])} tokens/s")
-                )
+                speeds = alternate({"ssd": run}, args.repeats)["ssd"]
+                rows.append((f"batch {batch}, {dtype}", {"tokens/s": spread(speeds)}))
     return rows
 
 
@@ -119,10 +119,10 @@ def known_tokens(checkpoint: Checkpoint) -> int:
 
 
 def compared(label: str, speeds: dict[str, list[float]]) -> list[Row]:
-    rows = []
+    rows: list[Row] = []
     for name, values in speeds.items():
         ratio = statistics.median(a / b for a, b in zip(values, speeds["transformers"], strict=True))
-        rows.append((f"{label}, {name}", f"{spread(values)} tokens/s, {ratio:.2f} x transformers"))
+        rows.append((f"{label}, {name}", {"tokens/s": spread(values), "x transformers": round(ratio, 2)}))
     return rows
 
 
@@ -143,17 +143,17 @@ def bench_gpu(shape: str, args: argparse.Namespace) -> list[Row]:
     engine, config = build_engine(config, checkpoint)
     driver = Driver(engine)
     torch.cuda.synchronize()
-    rows = [
+    rows: list[Row] = [
         ("device", torch.cuda.get_device_name(device)),
         ("model", described(args.model, checkpoint) if args.model else f"{shape}, bfloat16, random weights"),
         ("KV cache", config.kv_dtype),
-        ("start-up (weights, kernels, graphs)", f"{time.perf_counter() - start:.1f} s"),
+        ("start-up (weights, kernels, graphs)", {"s": round(time.perf_counter() - start, 1)}),
     ]
     assert isinstance(engine.round.target, Target)
     runner = engine.round.target.runner
     floors = {n: streamed_bytes(runner, n) / bandwidth for n in (1, 8, 16, 64)}  # seconds, by rows
-    floor = f"{floors[1] * 1e3:.3f} ms ({floors[1] * bandwidth / 1e9:.2f} GB)"
-    rows.append(("copy bandwidth", f"{bandwidth / 1e12:.2f} TB/s"))
+    floor = {"ms": round(floors[1] * 1e3, 3), "GB": round(floors[1] * bandwidth / 1e9, 2)}
+    rows.append(("copy bandwidth", {"TB/s": round(bandwidth / 1e12, 2)}))
     rows.append(("floor: one pass over the weights", floor))
     one = 0.0
     sizes = ((1, 1, 512), (1, 8, 512), (8, 1, 512), (16, 1, 512), (1, 1, 4000), (8, 1, 16384))
@@ -164,14 +164,14 @@ def bench_gpu(shape: str, args: argparse.Namespace) -> list[Row]:
         seconds = driver.call(lambda _, measured=measured: measured())
         one = one or seconds
         label = f"model, {sequences} x {queries} tokens at context {context}"
-        part = floors[sequences * queries] / seconds
-        value = f"{seconds * 1e3:.3f} ms, {part:.3f} of the floor, {seconds / one:.3f} x one token"
-        rows.append((label, value))
+        shares = {"of the floor": floors[sequences * queries] / seconds, "x one token": seconds / one}
+        rows.append((label, {"ms": round(1e3 * seconds, 3)} | {unit: round(s, 3) for unit, s in shares.items()}))
     for batch in (1, 8, 16, 64):
         prompts = random_prompts(batch, args.prompt_len, known_tokens(checkpoint))
         speeds = alternate({"ssd": lambda p=prompts: engine_decode(driver, p, args.new_tokens)}, args.repeats)["ssd"]
         step = batch / statistics.median(speeds)
-        rows.append((f"engine, batch {batch}", f"{spread(speeds)} tokens/s, {floors[batch] / step:.3f} of the floor"))
+        share = round(floors[batch] / step, 3)
+        rows.append((f"engine, batch {batch}", {"tokens/s": spread(speeds), "of the floor": share}))
         if batch == 1:
             ours = statistics.median(speeds)
     driver.close()
@@ -181,8 +181,9 @@ def bench_gpu(shape: str, args: argparse.Namespace) -> list[Row]:
         model = hf_model(SHAPES[shape], torch.bfloat16, device)
         prompts = random_prompts(1, args.prompt_len, SHAPES[shape].vocab_size)
         theirs = alternate({"hf": lambda: hf_decode(model, prompts, 32)}, 2)["hf"]
-        rows.append(("transformers (eager), batch 1", f"{spread(theirs)} tokens/s"))
-        rows.append(("ssd / transformers, batch 1", f"{ours / statistics.median(theirs):.1f} x"))
+        ratio = round(ours / statistics.median(theirs), 1)
+        rows.append(("transformers (eager), batch 1", {"tokens/s": spread(theirs)}))
+        rows.append(("ssd, batch 1", {"x transformers": ratio}))
     return rows
 
 
@@ -269,10 +270,6 @@ def alternate(contenders: dict[str, Callable[[], float]], repeats: int) -> dict[
     return results
 
 
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
-
-
 def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
     source = random.Random(count)
     return [[source.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
@@ -334,7 +331,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--no-transformers", action="store_true", help="skip the peer (GPU only)")
-    parser.add_argument("--json", help="also write the figures to this file")
+    parser.add_argument("--json", type=Path, help=HELP)
     return parser.parse_args()
 
 

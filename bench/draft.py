@@ -21,6 +21,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import get_args
 
 import torch
@@ -29,6 +30,7 @@ from random_weights import RandomCheckpoint
 from rich.console import Console
 from rich.table import Table
 
+from ssd.bench.record import HELP, record, rows_of
 from ssd.core import SamplingParams
 from ssd.execution.graphs import capture
 from ssd.grafts.graft import fill_random
@@ -75,11 +77,13 @@ def main() -> None:
             decoder = kv = step = batches = None  # type: ignore[assignment]
             torch.cuda.empty_cache()
     Console(width=120).print(table)
+    record(args.json, rows_of(table, names=3), ["ms"])
 
 
 def on_cpu(args: argparse.Namespace) -> None:
     set_threads(args.threads or torch.get_num_threads())
-    table = Table("shape", "weights", "rows", "pass", "best", "sampled", "best", title="step of a draft, ms")
+    columns = ("pass", "pass, best", "sampled", "sampled, best")
+    table = Table("shape", "weights", "rows", *columns, title="step of a draft, ms")
     for shape, form in itertools.product(args.shape, args.quantization or [None]):
         decoder, kv = make(shape, args.context, form, CPU)
         columns = SamplingColumns(16, decoder.config.vocab_size, CPU)
@@ -92,6 +96,7 @@ def on_cpu(args: argparse.Namespace) -> None:
             times = (*seconds(step), *seconds(functools.partial(choose, step, sampler, rows)))
             table.add_row(shape, form or "bfloat16", name, *(f"{1e3 * x:.2f}" for x in times))
     Console(width=120).print(table)
+    record(args.json, rows_of(table, names=3), ["ms"])
 
 
 def choose(step: Callable[[], torch.Tensor], sampler: Sampler, rows: Rows) -> None:
@@ -109,9 +114,15 @@ def seconds(step: Callable[[], object], turns: int = 60) -> tuple[float, float]:
     return statistics.median(times), min(times)
 
 
-def make(shape: str, context: int, form: Format | None = None, device: torch.device = CUDA) -> tuple[Decoder, KVCache]:
+def make(
+    shape: str,
+    context: int,
+    form: Format | None = None,
+    device: torch.device = CUDA,
+    tp: TensorParallel = TensorParallel(),  # noqa: B008
+) -> tuple[Decoder, KVCache]:
     config, ops = SHAPES[shape], kernels(device).ops()
-    build = Build(ops, device, torch.bfloat16, TensorParallel(), rounded(form))
+    build = Build(ops, device, torch.bfloat16, tp, rounded(form))
     decoder = Decoder(config, build, max_positions=2 * context)
     decoder.load(RandomCheckpoint(config).weights(device, torch.bfloat16))
     ops.reserve(decoder.heads, device)
@@ -189,6 +200,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), default=["llama-3.2-1b", "qwen3-0.6b"])
     parser.add_argument("--eagle", nargs="+", choices=sorted(SHAPES), default=[], help="heads instead of models")
     parser.add_argument("--quantization", nargs="+", choices=get_args(Format), default=[])
+    parser.add_argument("--json", type=Path, help=HELP)
     return parser.parse_args()
 
 

@@ -20,6 +20,7 @@ from rich.progress import track
 from rich.table import Table
 
 from ssd import LLM, SamplingParams
+from ssd.bench.record import HELP, record, rows_of
 from ssd.core import RequestMetrics
 from ssd.prompts import OWN_SETS, load_prompts
 
@@ -88,6 +89,7 @@ def main() -> None:
                     total.add(found)
                 table.add_row(draft, mode, f"{temperature:g}", "all", *total.cells(mode), end_section=True)
     Console(width=120).print(table)
+    record(args.json, rows_of(table, names=4), [str(table.title)])
     draw(args, means)
     print(f"written: {args.picture}")
 
@@ -124,6 +126,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--picture", type=Path, default=Path("docs/pictures/drafts.png"))
+    parser.add_argument("--json", type=Path, help=HELP)
     return parser.parse_args()
 
 

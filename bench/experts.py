@@ -20,6 +20,7 @@ import argparse
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
@@ -27,6 +28,7 @@ from decode import copy_bandwidth
 from linear import host_bandwidth, seconds
 
 from ssd.assembly.open import open_checkpoint
+from ssd.bench.record import HELP, Rows, record
 from ssd.grafts.expert_graft import CODE, add_codes
 from ssd.grafts.graft import GraftCheckpoint, held_mlp, seeded
 from ssd.kernels.codes import Format
@@ -88,10 +90,11 @@ class Layer:
 
 
 @torch.inference_mode()
-def bench(name: str, form: str, row_counts: list[int], device: torch.device) -> None:
+def bench(name: str, form: str, row_counts: list[int], device: torch.device) -> Rows:
     layer, speed = Layer(name, form, device), (copy_bandwidth if device.type == "cuda" else host_bandwidth)(device)
     print(f"{name}'s experts in {form}, copies at {speed / 1e9:.0f} GB/s")
     print(f"{'part':<8} {'rows':>5} {'hit':>6} {'us':>9} {'GB/s':>6} {'floor':>6}")
+    found: Rows = {}
     for rows in row_counts:
         x = torch.randn(rows, layer.hidden, device=device, dtype=layer.dtype)
         logits = torch.randn(_ROUTINGS, rows, layer.count, device=device).unbind()
@@ -109,6 +112,9 @@ def bench(name: str, form: str, row_counts: list[int], device: torch.device) -> 
             took = seconds(functools.partial(_for_each, work, inputs), device) / _ROUTINGS
             rates = f"{1e6 * took:>9.1f} {hit * size / took / 1e9:>6.0f} {hit * size / took / speed:>6.2f}"
             print(f"{part:<8} {rows:>5} {hit:>6.1f} {rates}", flush=True)
+            shares = {"experts hit": round(hit, 1), "of the floor": round(hit * size / took / speed, 2)}
+            found[f"{form}, {part}, rows {rows}"] = {"us": round(1e6 * took, 1), **shares}
+    return found
 
 
 def graft_routing(
@@ -174,12 +180,15 @@ def main() -> None:
     parser.add_argument("--format", choices=["dense", "fp8", "int8", "int4", "mxfp4"], nargs="+", default=["dense"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 5, 8, 64])
     parser.add_argument("--model", help="a graft, whose router is looked at instead")
+    parser.add_argument("--json", type=Path, help=HELP)
     args = parser.parse_args()
     if args.model:
         histogram(args.model, args.rows, torch.device(args.device))
         return
+    found: Rows = {}
     for form in args.format:
-        bench(args.layer, form, args.rows, torch.device(args.device))
+        found |= bench(args.layer, form, args.rows, torch.device(args.device))
+    record(args.json, found, [args.layer])
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 from ssd import LLM, SamplingParams
+from ssd.bench.record import HELP, record, rows_of
 from ssd.drafting.fan_out import RANKS, Adaptive, FanOut, Geometric, Listed, OutcomeStatistics
 from ssd.drafting.ssd import SSDDrafter
 from ssd.engine.engine import Engine
@@ -110,7 +111,9 @@ def main() -> None:
         if rule == "coupled":
             played.setdefault(temperature, []).append(rounds)
     console.print(table)
-    console.print(sweep(args))
+    over_k = sweep(args)
+    console.print(over_k)
+    record(args.json, rows_of(table, names=3) | rows_of(over_k, names=2), [str(table.title)])
     args.picture.write_text(picture(curves_of(played, args.k[0]), args.k[0]), encoding="utf-8")
     console.print(f"written: {args.picture}")
 
@@ -197,6 +200,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=8, help="of each set")
     parser.add_argument("--max-tokens", dest="tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--picture", type=Path, default=Path("docs/pictures/hit-rates.svg"))
+    parser.add_argument("--json", type=Path, help=HELP)
     return parser.parse_args()
 
 

@@ -14,6 +14,7 @@ import functools
 import itertools
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ssd import LLM, SamplingParams
+from ssd.bench.record import HELP, record, rows_of
 from ssd.engine.engine import Engine
 from ssd.execution.target import Target
 from ssd.sampling.sampler import Needs
@@ -50,6 +52,7 @@ def main() -> None:
                 figures = [f"{1e3 * value:.3f}" for value in shown]
                 table.add_row(str(batch), name, *figures, f"{seconds / model:.3f}", f"{seconds / decided:.3f}")
     Console(width=120).print(table)
+    record(args.json, rows_of(table, names=2))
 
 
 def round_seconds(llm: LLM, batch: int, prompt: int, params: SamplingParams, rounds: int) -> list[float]:
@@ -90,6 +93,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=300, help="tokens of a sequence at the end")
     parser.add_argument("--max-tokens", dest="tokens", type=int, default=100, help="generated tokens of a sequence")
     parser.add_argument("--rounds", type=int, default=64, help="rounds that are timed")
+    parser.add_argument("--json", type=Path, help=HELP)
     return parser.parse_args()
 
 

@@ -19,11 +19,13 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from decode import copy_bandwidth, device_seconds
 
+from ssd.bench.record import HELP, Rows, record
 from ssd.grafts.shapes import SHAPES
 from ssd.kernels.codes import Format
 from ssd.kernels.device import kernels
@@ -39,15 +41,18 @@ Product = Callable[[torch.Tensor, Any], object]
 def main() -> None:
     args = _arguments()
     device = torch.device(args.device)
+    found: Rows = {}
     for name in args.shape or ["llama-3.1-8b" if device.type == "cuda" else "smollm2-135m"]:
         for form in args.quantization or ():
-            bench_format(name, form, args.rows, device)
+            found |= bench_format(name, form, args.rows, device)
         if not args.quantization:
-            bench(name, args.rows, device)
+            found |= bench(name, args.rows, device)
+    record(args.json, found)
 
 
 @torch.inference_mode()
-def bench(shape: str, row_counts: list[int], device: torch.device) -> None:
+def bench(shape: str, row_counts: list[int], device: torch.device) -> Rows:
+    found: Rows = {}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     ops = kernels(device).ops()
     titles = f"{'product':<10} {'columns':>8} {'depth':>6} {'rows':>5} {'ours, us':>9} {'torch, us':>9}"
@@ -65,11 +70,15 @@ def bench(shape: str, row_counts: list[int], device: torch.device) -> None:
             rates = f"{size / timed[2] / 1e9:>6.0f} {2 * rows * columns * depth / timed[2] / 1e12:>8.2f}"
             kernel = used_kernel(x, prepared[0], gated=gated)
             print(f"{name:<10} {columns:>8} {depth:>6} {rows:>5} {times} {kernel:>7} {rates}", flush=True)
+            columns = dict(zip(("ours, us", "torch, us", "used, us"), (round(1e6 * t, 1) for t in timed), strict=True))
+            found[f"{shape}, {name}, rows {rows}"] = {**columns, "used, GB/s": round(size / timed[2] / 1e9)}
+    return found
 
 
 @torch.inference_mode()
-def bench_format(shape: str, form: Format, row_counts: list[int], device: torch.device) -> None:
+def bench_format(shape: str, form: Format, row_counts: list[int], device: torch.device) -> Rows:
     """Products with quantised weights as a target multiplies them."""
+    found: Rows = {}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     ops, layers = kernels(device).ops(), SHAPES[shape].num_layers
     speed = copy_bandwidth(device) if device.type == "cuda" else host_bandwidth(device)
@@ -91,9 +100,14 @@ def bench_format(shape: str, form: Format, row_counts: list[int], device: torch.
             steps[rows] += times * took
             rates = f"{1e6 * took:>9.1f} {size / took / 1e9:>6.0f} {size / took / speed:>6.2f}"
             print(f"{name:<10} {columns:>8} {depth:>6} {rows:>5} {rates}", flush=True)
+            figures = {"us": round(1e6 * took, 1), "of the floor": round(size / took / speed, 2)}
+            found[f"{shape} in {form}, {name}, rows {rows}"] = figures
     for rows, took in steps.items():
         rates = f"{1e6 * took:>9.1f} {total / took / 1e9:>6.0f} {total / took / speed:>6.2f}"
         print(f"{'step':<10} {'':>8} {'':>6} {rows:>5} {rates}")
+        figures = {"us": round(1e6 * took, 1), "of the floor": round(total / took / speed, 2)}
+        found[f"{shape} in {form}, step, rows {rows}"] = figures
+    return found
 
 
 def own(*, gated: bool) -> Product:
@@ -181,6 +195,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(SHAPES), nargs="+", help="whose products")
     parser.add_argument("--quantization", choices=get_args(Format), nargs="+", help="formats of the layers' weights")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128, 512])
+    parser.add_argument("--json", type=Path, help=HELP)
     return parser.parse_args()
 
 

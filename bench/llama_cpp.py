@@ -27,6 +27,7 @@ import torch
 from decode import engine_decode, random_prompts  # bench/decode.py
 
 from ssd import LLM
+from ssd.bench.record import HELP, Figure, Rows, record, spread, text
 from ssd.core import SamplingParams
 
 DISTURBED = 0.12  # cores
@@ -37,6 +38,7 @@ PROMPT, NEW, BATCH_PROMPT = 256, 64, 16  # tokens of a prompt, of an answer, and
 def main() -> None:
     args = _arguments()
     torch.set_num_threads(args.threads)
+    rows: Rows = {}
     for path in args.files:
         with LLM(str(path), device="cpu", dtype=args.dtype, max_model_len=1024, max_num_seqs=32) as llm:
             turns = {"prompt": (partial(prompt, llm), partial(theirs, args, path, 0, PROMPT))}
@@ -46,15 +48,18 @@ def main() -> None:
             for name, (ours, other) in turns.items():
                 ours()  # threads start, memory is touched, steps are recorded
                 pairs = [(undisturbed(ours), undisturbed(other)) for _ in range(args.repeats)]
-                print(f"{path.name:<14} {name:<9} {_row([(a, b) for a, b in pairs if a and b])}", flush=True)
+                row = rows[f"{path.stem}, {name}"] = _row([(a, b) for a, b in pairs if a and b])
+                shown = "  ".join(f"{column} {text(figure)}" for column, figure in row.items())
+                print(f"{path.name:<14} {name:<9} {shown or 'no turn was undisturbed'}", flush=True)
+    record(args.json, rows, ["tokens/s"])
 
 
-def _row(pairs: list[tuple[float, float]]) -> str:
+def _row(pairs: list[tuple[float, float]]) -> dict[str, Figure]:
+    """Tokens per second, and the median of the turns' ratios; empty if no turn was undisturbed."""
     if not pairs:
-        return "no turn was undisturbed"
-    ours, theirs = (statistics.median(each) for each in zip(*pairs, strict=True))
-    ratio = statistics.median(a / b for a, b in pairs)
-    return f"ssd {ours:7.1f}  llama.cpp {theirs:7.1f}  ratio {ratio:.2f}  ({len(pairs)} turns)"
+        return {}
+    ours, theirs = (spread(each) for each in zip(*pairs, strict=True))
+    return {"ssd": ours, "llama.cpp": theirs, "ratio": round(statistics.median(a / b for a, b in pairs), 2)}
 
 
 def decode(llm: LLM, batch: int, tokens: int) -> float:
@@ -147,6 +152,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--llama-threads", type=int, help="llama.cpp's; default: the same")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, help=HELP)
     return parser.parse_args()
 
 

@@ -9,12 +9,14 @@ import argparse
 import functools
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from ssd import LLM
+from ssd.bench.record import HELP, record, rows_of
 from ssd.core import Request, SamplingParams, Sequence
 from ssd.decoding.drafter import Drafter
 from ssd.drafting.ssd import SSDDrafter
@@ -84,6 +86,7 @@ def main() -> None:
             table.add_row(str(k), *(f"{f:.2f}" for f in figures), f"{figures[0] + figures[2]:.2f}")
         Console(width=120).print(table)
         Console().print(llm.note)
+    record(args.json, rows_of(table), [str(table.title)])
 
 
 def arguments() -> argparse.Namespace:
@@ -94,6 +97,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--k", nargs="+", type=int, default=[3, 4, 5, 6])
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--json", type=Path, help=HELP)
     return parser.parse_args()
 
 

@@ -11,14 +11,19 @@ out. Random weights, a context of 512 tokens.
 from __future__ import annotations
 
 import argparse
+import functools
+from pathlib import Path
 
-from draft import CUDA, make, milliseconds, rows  # bench/draft.py
+from draft import CUDA, make, milliseconds, newest  # bench/draft.py
 from rich.console import Console
 from rich.table import Table
 
+from ssd.bench.record import HELP, record, rows_of
 from ssd.grafts.shapes import SHAPES
 from ssd.parallel.group import listener, make_group
 from ssd.parallel.tensor import TensorParallel
+
+CONTEXT = 512  # tokens
 
 
 def main() -> None:
@@ -30,18 +35,21 @@ def main() -> None:
     for count, alone, together in zip(args.rows, *found, strict=True):
         table.add_row(str(count), f"{alone:.3f}", f"{together:.3f}", f"{together / alone:.3f}")
     Console().print(table)
+    record(args.json, rows_of(table), [str(table.title)])
     group.abort()
 
 
 def times(args: argparse.Namespace, tp: TensorParallel) -> list[float]:
-    decoder, kv = make(args.shape, tp=tp)
-    return [milliseconds(decoder, kv, rows(decoder, count, None)) for count in args.rows]
+    decoder, kv = make(args.shape, CONTEXT, tp=tp)
+    batches = [newest(decoder, CONTEXT, count, None) for count in args.rows]
+    return [milliseconds(functools.partial(decoder, batch, kv)) for batch in batches]
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64])
+    parser.add_argument("--json", type=Path, help=HELP)
     return parser.parse_args()
 
 

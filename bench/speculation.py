@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from arguments import add_options, given
@@ -26,6 +27,7 @@ from ssd.assembly.open import open_checkpoint
 from ssd.bench.answers import RequestSettings
 from ssd.bench.measure import MEAN, Measured, figures, measure, same_text, warnings
 from ssd.bench.ours import OurContender, methods_of, our_contenders
+from ssd.bench.record import HELP, Rows, record, rows_of
 from ssd.bench.report import speed_up
 from ssd.bench.workload import Workload, load_workload
 from ssd.cli.console import measuring
@@ -96,7 +98,7 @@ def with_fewer_cores(contenders: list[OurContender]) -> list[OurContender]:
     ]
 
 
-def show(title: str, found: list[Measured], with_model: bool) -> None:
+def show(title: str, found: list[Measured], with_model: bool) -> Table:
     columns = ("", "tokens/s", "of the first", "accepted", "tokens/round", "hits", "ms/round", "draft", "verify")
     table = Table(*columns, "else", "model", title=title)
     for measured in found:
@@ -116,6 +118,7 @@ def show(title: str, found: list[Measured], with_model: bool) -> None:
             f"{model:.2f}" if model else "",
         )
     Console(width=150).print(table)
+    return table
 
 
 def main() -> None:
@@ -129,6 +132,7 @@ def main() -> None:
     checkpoint = open_checkpoint(args.target)
     sets = [load_workload(name, checkpoint.tokenizer(), count=args.prompts) for name in OWN_SETS]
     work = Workload("all", [prompt for one in sets for prompt in one.prompts], "", max(one.longest for one in sets))
+    rows: Rows = {}
     for temperature in args.temperatures:
         asked = RequestSettings(args.tokens, temperature, batch=args.batch)
         with measuring("warm-up", Console()) as progress:
@@ -136,10 +140,11 @@ def main() -> None:
         if same_text(found) is False:
             raise SystemExit("the methods wrote different texts: this is a bug")
         title = f"{args.target} + {args.draft}, batch {args.batch}, temperature {temperature:g}"
-        show(title, found, with_model=args.batch == 1)
+        rows |= rows_of(show(title, found, with_model=args.batch == 1), prefix=f"T = {temperature:g}, ")
         for warning in warnings([measured for measured in found if LESS not in measured.contender.name]):
             Console().print(f"warning: {warning}")
     Console().print(checkpoint.note)
+    record(args.json, rows)
     for contender in contenders:
         contender.close()
 
@@ -156,6 +161,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=4, help="of each set")
     parser.add_argument("--max-tokens", dest="tokens", type=int, default=64, help="maximum length of an answer")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, help=HELP)
     return parser.parse_args()
 
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from ssd import LLM, SamplingParams
+from ssd.bench.record import HELP, record, rows_of
 from ssd.decoding.observer import RoundObserver
 from ssd.drafting.process import ProcessDrafter
 from ssd.prompts import load_prompts
@@ -24,7 +26,7 @@ from ssd.prompts import load_prompts
 
 def main() -> None:
     args = _arguments()
-    columns = ("rounds", "hits", "messages to a worker", "from it", "bytes a sequence to it", "from it")
+    columns = ("rounds", "hits", "messages to a worker", "messages from it", "bytes a sequence to it", "bytes from it")
     table = Table("k", "replicas", "batch", *columns, title="per round and replica")
     pause = Pause(args.pause)
     for k in args.k:
@@ -35,6 +37,7 @@ def main() -> None:
                 for batch in args.batches:
                     table.add_row(str(k), str(replicas), str(batch), *measured(llm, batch, args.tokens))
     Console(width=120).print(table)
+    record(args.json, rows_of(table, names=3), [str(table.title)])
 
 
 class Pause(RoundObserver):
@@ -81,6 +84,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--budget", type=int, default=16)
     parser.add_argument("--pause", type=float, default=0.08, help="seconds")
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--json", type=Path, help=HELP)
     return parser.parse_args()
 
 

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ssd.bench.measure import MEAN
+from ssd.bench.record import Figure, spread
 
 Row = dict[str, Any]
 
@@ -27,7 +28,8 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         told = {"warnings": self.warnings, "notes": self.notes, "same_text": self.same_text}
-        return {**self.header, **told, "results": self.rows}
+        rows = {name: _figures(self.row(name, MEAN)) for name in self.contenders}  # as in `record`
+        return {**self.header, **told, "rows": rows, "results": self.rows}
 
     @property
     def title(self) -> str:
@@ -108,6 +110,15 @@ def speed_up(row: Row) -> str:
     """The ratio to the first contender and its interval, if there is one."""
     interval = row["ratio_interval"]
     return f"{row['ratio']:.2f}" + ("" if interval is None else f" ({interval[0]:.2f} to {interval[1]:.2f})")
+
+
+def _figures(row: Row) -> dict[str, Figure]:
+    """The columns of `SPEEDS` as figures."""
+    rates = row["decode_tokens_per_second"], *row["decode_tokens_per_second_range"]
+    ratios = row["ratio"], *(row["ratio_interval"] or ())
+    shares = {"accepted": "acceptance", "tokens/round": "tokens_per_round", "hits": "hit_rate"}
+    found: dict[str, Figure] = {"tokens/s": spread(rates), "speed-up": spread(ratios, 2)}
+    return found | {name: round(row[key], 2) for name, key in shares.items() if row.get(key) is not None}
 
 
 def _short(model: str) -> str:

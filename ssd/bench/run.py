@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import platform
-import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -19,6 +18,7 @@ from ssd.bench.answers import NO_PROGRESS, Contender, Progress, RequestSettings
 from ssd.bench.config import BenchConfig, is_url
 from ssd.bench.measure import MEAN, Measured, figures, measure, same_text, warnings
 from ssd.bench.ours import OurContender, methods_of, our_contenders
+from ssd.bench.record import origin
 from ssd.bench.report import Report, Row
 from ssd.bench.workload import Workload, load_workload
 from ssd.config import NGRAM
@@ -151,6 +151,6 @@ def _header(config: BenchConfig) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": machine,
-        "command": " ".join(sys.argv),
+        **origin(),
         "settings": dataclasses.asdict(config) | {"draft": _draft_in_use(config)},
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Final
 
 from ssd.version import VERSION
@@ -16,6 +15,7 @@ def report() -> dict[str, str]:
     """By heading: versions, processor, GPUs, and which CPU kernels are used."""
     import torch
 
+    from ssd.bench.record import processor
     from ssd.execution.threads import num_cores
     from ssd.kernels.cpu import library
     from ssd.kernels.cpu.build import BuildError, find_compiler
@@ -31,7 +31,7 @@ def report() -> dict[str, str]:
         "ssd": VERSION,
         "Python": f"{platform.python_version()}, {platform.platform()}",
         "packages": ", ".join(packages),
-        "CPU": f"{_processor()}, {num_cores()} cores",
+        "CPU": f"{processor()}, {num_cores()} cores",
         "CPU kernels": kernels,
         "GPUs": "; ".join(f"{g.name}, {g.total_memory >> 30} GiB, {g.major}.{g.minor}" for g in gpus) or "none",
         "CUDA": torch.version.cuda or "none",
@@ -43,13 +43,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "-"
-
-
-def _processor() -> str:
-    """The model's name where Linux knows it (x86), else the architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
