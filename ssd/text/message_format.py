@@ -67,7 +67,11 @@ def format_of(
     names: frozenset[str] = frozenset(),
     parallel: bool = True,
 ) -> MessageFormat:
-    """How answers are parsed after a prompt that ends so; `parser`: of calls of the tools `names`."""
+    """The format of the answers to a chat.
+
+    `prompt_end`: the end of the rendered prompt, which tells whether reasoning or a message has been opened there.
+    `parser`: that of tool calls, `names`: the tools that may be called, `parallel`: whether an answer may have several.
+    """
     if is_harmony(chat_template):
         continued = not prompt_end.endswith((harmony.REPLY, harmony.END, harmony.CALL))
         return MessageFormat(None, names, parallel, harmony=True, continued=continued)
@@ -86,7 +90,7 @@ def tags_of(parser: type[ToolParser] | None) -> tuple[str, ...]:
 
 
 def shown_tokens(chat_template: str, parser: type[ToolParser] | None, tokenizer: Tokenizer) -> list[int]:
-    """The tags of calls and of reasoning that are special tokens, which a text has only if told so."""
+    """Tags of tool calls and reasoning that are special tokens, which detokenized text leaves out unless named."""
     tags = tags_of(parser) + ((OPENING, CLOSING) if marks_reasoning(chat_template) else ())
     tags += harmony.TOKENS if is_harmony(chat_template) else ()
     ids = [token_id for tag in tags if (token_id := tokenizer.token_id(tag)) is not None]

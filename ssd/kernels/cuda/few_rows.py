@@ -19,7 +19,7 @@ from ssd.kernels.triton.compile import compiling
 from ssd.kernels.triton.packing import PackedCodes
 
 SOURCE: Final = Path(__file__).parent / "csrc" / "few_rows.cu"
-_LAUNCHES: Final = 2  # at most, for one product: they read the weight as often, and are still the faster kernel
+_LAUNCHES: Final = 2  # of a product at most; each reads the whole weight, and two are still faster than Triton's kernel
 _MAX_SHARE: Final = 8  # strips of a block of threads
 _MAX_STAGES: Final = 12
 _AHEAD: Final = 4  # blocks of the depth that are widened ahead, by warps of their own
@@ -85,8 +85,8 @@ def _kernels(device: torch.device, kind: str, block: int, group: int) -> dict[tu
 
 
 def share_of(units: int, processors: int, most: int) -> int:
-    """Units of outputs (at most so many) of a block of threads, such that the busiest multiprocessor has as few as
-    possible."""
+    """Units of outputs that a block of threads takes at a time, at most `most`: the number with which the busiest
+    multiprocessor has the fewest units."""
 
     def busiest(share: int) -> int:
         return -(-units // (share * processors)) * share

@@ -1,21 +1,20 @@
-"""What a launch may ask of a GPU: its shared memory, its multiprocessors, and an early launch.
+"""Early launches (CUDA's programmatic dependent launch), and what a GPU has of shared memory and multiprocessors.
 
-Early launches: a kernel that begins while the one before it still runs, which hides what a launch costs.
+A kernel that is launched early may start while the kernel before it still runs, which hides the latency of the launch.
+It calls `gdc_wait` before it uses results: the wait ends when the kernel before has finished. As that one has waited
+for its own predecessor, everything before it has finished, too.
 
-(CUDA: programmatic dependent launch.) Every program of it calls `gdc_wait`: then all kernels before it have ended, as
-each of them has waited, too. Before that it writes nothing, and reads only:
+Before `gdc_wait` a kernel writes nothing, and reads only:
 
-- weights and tables
+- weights and constant tables
 - a routing that is `settled`
-- what was written before the last kernel that was not launched early, which began when all before it had ended: the
-  batch and its plan (`Ops.plan`), as the embedding comes after them
+- what was written before the last kernel that was *not* launched early, since that one started after all earlier
+  kernels had finished. The embedding is such a kernel, so the batch and its plan (`Ops.plan`) may be read.
 
-What was written just before the kernel before is not enough: that may have let this one begin before it waited itself.
+It is not enough that another kernel was launched between: that one may have let this one start
+(`gdc_launch_dependents`) before its own wait.
 
-Measured on an H200 for an 8B, one row and 16: 2 % of a round for the norms, another 1 % for the gate/up products, and
-1 % where a norm lets the product after it begin at once (`gdc_launch_dependents`); nothing for rotary embedding and
-attention (1 % of a step of GPT-OSS-20B); a loss where weights were loaded before the wait, or where attention lets the
-product after it begin at once, unless that one copies its weight ahead (`few_rows`).
+Which kernels are launched early, and what that gained or cost, is in docs/performance.md.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import torch
 
 @functools.cache
 def early_launch(device: torch.device, wanted: bool = True) -> dict[str, Any]:
-    """The option of a kernel that can be launched early, and that of its launch."""
+    """Options of a Triton launch: EARLY is the kernel's own, `launch_pdl` Triton's. Early from sm_90 on."""
     can = wanted and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"EARLY": True, "launch_pdl": True} if can else {"EARLY": False}
 

@@ -70,8 +70,8 @@ def widen_bits(code, dtype: tl.constexpr):
 def widen(x, dtype: tl.constexpr, HOW: tl.constexpr):
     """Stored numbers as `dtype`, exactly. HOW: a `Widening`.
 
-    Not `is_pure`: Triton looks behind pure operations for the width of what was loaded, and chooses an order of sums by
-    it, but for some of the tensor cores' instructions only. Decoding and prefill would have different bits.
+    Not `is_pure`: through pure operations Triton sees the width of the loaded type, and for some of the tensor cores'
+    instructions it orders the depth by that width. Then decoding and prefill would have different bits.
     """
     if HOW == "cvt":
         return tl.inline_asm_elementwise(_CVT, "=r,=r,r", [x], dtype=tl.float16, is_pure=False, pack=4)

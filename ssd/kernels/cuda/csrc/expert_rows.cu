@@ -45,8 +45,9 @@ struct Params {
 extern "C" __constant__ const u32 threads = 32 * (CONSUMERS + 2);  // for the host
 extern "C" __constant__ const u32 shared_bytes = TILES_AT + MAX_TILES * 12;
 
-// A block of threads takes some strips of a tile at a time, an item. The producer of weights hands items to consumers
-// with their first blocks: with ITEMS places, one is written again when all consumers are behind its item.
+// An item: some strips of a tile, which a block of threads takes at a time. The producer of weights announces an item
+// to the consumers together with its first block of the depth. ITEMS places suffice: when one is written again, all
+// consumers have finished the item that was in it.
 struct Item {
     int expert, start, rows;  // of its tile
     int first, count;         // strips; none: there are no more items
@@ -60,9 +61,9 @@ __device__ __forceinline__ int summed(int v) {
     return v;
 }
 #if TILES == 1
-// Tiles are cut into items of some strips, and blocks of threads take equally many that follow each other.
-// An item takes about as long as its strips and START more: the number of strips is the one with which all items end
-// first.
+// Work distribution for few rows: tiles are cut into items of equally many strips, and each block of threads takes
+// equally many consecutive items. The cost of an item is its strips plus START; the number of strips of an item is
+// the one that minimises the largest cost of a block of threads.
 constexpr int START = 5;
 struct Work : Item {
     const int* tiles;
@@ -272,7 +273,7 @@ __device__ __forceinline__ void multiply(const Params& p, const Item& work, Barr
     int first, pairs[T];
 #pragma unroll
     for (int n = 0; n < N; ++n) strips[n].begin();
-    // What the end needs: for the latency of few rows early, else late, since registers are few.
+    // Scales and biases: loaded early with few rows, where latency counts, else late, since registers are short.
     const auto load_ends = [&] {
         const int lane = thread() % 32;
         first = (work.first + warp) * 16 + lane / 4;
@@ -365,7 +366,8 @@ __device__ __forceinline__ void copy_weights(const Params& p, const int* tiles, 
     mbarrier_arrive_if(leader, &shared.full[at.stage]);
 }
 
-// A warp: 16 bytes of a row by each lane. What is behind the rows of a tile does not matter: a row's sums are its own.
+// The producer warp of x: each lane copies 16 bytes of a row. Slots of rows beyond the tile's keep old numbers: they do
+// not enter the sums of other rows, and are not stored.
 __device__ __forceinline__ void copy_rows(const Params& p, const int* tiles, Shared& shared, u32 ring) {
     const int lane = threadIdx.x % 32;
     Ring at;

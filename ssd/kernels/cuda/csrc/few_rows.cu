@@ -6,8 +6,9 @@
 // the tensor cores (`wgmma`), x in shared memory is the B operand. Sums are those of `codes_linear.py`, to the bit:
 // over the depth in one order, sixteen at a time.
 //
-// Where a block of threads has few strips (AHEAD), products follow each other slowly if their operands are registers:
-// other warps widen codes to shared memory, up to AHEAD blocks ahead, and all operands are read from there.
+// Where a block of threads has few strips (AHEAD), the latency of `wgmma` with an operand in registers is the limit.
+// Then other warps widen codes to shared memory, up to AHEAD blocks of the depth ahead, and both operands are read from
+// there.
 //
 // Macros: FORMAT (0: fp8, 1: int8, 2: int4), WORDS (of a block of an output), GROUP (weights of a scale, 0: all of an
 // output's), TILES, AHEAD (0: consumers widen).
@@ -150,8 +151,8 @@ struct Consumer {
     }
 };
 
-// Scales, bias and activation of outputs `first` and 8 more, of rows lane % 4 * 2 and the next, as
-// `codes_linear._finish` has them.
+// Scales, bias and activation of this thread's results (outputs `first` and first + 8, rows as in `Scales`), with the
+// roundings of `codes_linear._finish`; stores them.
 __device__ __forceinline__ void finish(const Params& p, const float (&sums)[SUMS], const Scales<TILES>& scales,
                                        int first, int lane) {
 #pragma unroll
@@ -232,10 +233,11 @@ __device__ __forceinline__ void write_wide(const Words& words, u32 to, int part,
     }
 }
 
-// A warp: the blocks of one strip that go to one slot. `to`: address of the slots. A barrier tells two phases apart, and
-// copies do not end in order: a stage is waited for when the block that was in it before is multiplied. All blocks up to
-// the one before in a slot are multiplied when the slot is free; with twice as many stages as slots, what was waited for
-// a block earlier is enough, and codes are loaded while the slot is still in use.
+// A widening warp: every AHEAD-th block of one strip, which it writes to its slot. `to`: address of the slots.
+// A barrier's parity tells a phase from the next one only, and copies to different stages do not complete in order. So
+// the wait for a stage may begin only when the stage's previous block has been multiplied. A free slot implies that for
+// all blocks up to the one that was in the slot. With at least 2 * AHEAD stages the slot's wait of one turn before
+// implies it already, so codes are loaded (`early`) while the slot is still in use.
 __device__ __forceinline__ void widen(const Params& p, Barriers& barriers, Slots& slots, u32 ring, u32 to, int warp) {
     const int lane = threadIdx.x % 32, size = stage_bytes(p), strip = warp % p.share, own = warp / p.share;
     const bool early = p.stages >= 2 * AHEAD;
@@ -255,7 +257,8 @@ __device__ __forceinline__ void widen(const Params& p, Barriers& barriers, Slots
         }
 }
 
-// The products of what was widened: those of outputs behind the last strip are of any numbers.
+// Consumers of widened blocks. `wgmma` always computes 64 outputs: those beyond `share` strips are of whatever is in
+// shared memory there, and are not stored.
 __device__ __forceinline__ void multiply(const Params& p, Barriers& barriers, Slots& slots, u32 ring, u32 from,
                                          int warp) {
     const int lane = threadIdx.x % 32, size = stage_bytes(p);

@@ -234,8 +234,8 @@ __device__ __forceinline__ void store_piece(const Params& p, u64 place, const Su
         }
     }
 }
-// `_fold` of some pieces of one row, of which each lane has one: the factors of what was folded before and of the
-// piece.
+// `_fold` of AT_ONCE pieces of one row, a piece in each lane, with the factors of folding one after the other: `before`
+// is that of the results up to the lane's piece, `piece` that of the piece.
 struct Factors {
     float before, piece, l;  // l: that of the piece times its factor
     // m: the largest product before these pieces, then with them.

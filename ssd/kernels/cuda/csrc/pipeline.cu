@@ -1,4 +1,5 @@
-// What kernels share whose producer thread copies blocks of operands to a ring in shared memory, for consumer warps.
+// Shared by the kernels in which a producer warp copies blocks of the operands to a ring buffer in shared memory, and
+// consumer warps multiply them.
 
 constexpr int MAX_STAGES = 20;
 constexpr int RING_AT = 1024;  // bytes; swizzled boxes (tensor maps) need addresses that are multiples of 1024
@@ -29,14 +30,16 @@ __device__ __forceinline__ void release(bool wanted, u64* empty) {
     __syncwarp();
     mbarrier_arrive_if(wanted && threadIdx.x % 32 == 0, empty);
 }
-// The blocks of operands that a producer copies: those of the first tile of outputs, of the next, and so on.
+// The order in which a producer fills the ring: all blocks of the depth of its first tile of outputs, then those of its
+// next tile, `grid` tiles later.
 struct Fill {
     int tile, block = 0;
     __device__ __forceinline__ void next(int blocks, int grid) {
         if (++block == blocks) block = 0, tile += grid;
     }
 };
-// By one thread, before all threads of the block meet. `arrivals`: of those who fill a slot.
+// Initialises the barriers; called by one thread, before __syncthreads(). `consumers`: warps that release a slot,
+// `arrivals`: arrivals (beside the bytes of copies) that make a slot full.
 __device__ __forceinline__ void prepare(Barriers& barriers, int stages, int consumers, int arrivals = 1) {
     for (int i = 0; i < stages; ++i) {
         mbarrier_init(&barriers.full[i], arrivals);
@@ -53,7 +56,7 @@ __device__ __forceinline__ void store(void* y, bool float32, u64 at, float value
     else
         ((bf16*)y)[at] = narrow(value);
 }
-// Neighbouring numbers; `both`: whether the second one is there.
+// Stores two neighbouring numbers, of bfloat16 by one store where aligned; `both`: whether the second is in range.
 __device__ __forceinline__ void store_pair(void* y, bool float32, u64 at, float low, float high, bool both) {
     if (!float32 && both && at % 2 == 0)
         ((u32*)y)[at / 2] = pack(low, high);
@@ -62,8 +65,9 @@ __device__ __forceinline__ void store_pair(void* y, bool float32, u64 at, float 
         if (both) store(y, float32, at + 1, high);
     }
 }
-// A lane has two rows (0, 1) of an output, lane ^ 4 those of its neighbour: then one has both outputs of the first row,
-// `low` and `high`, and the other those of the second.
+// Two neighbouring outputs of one row. Before, a lane holds rows 0 and 1 of one output, and lane ^ 4 the same rows of
+// the output next to it. They exchange one number: the lane with the lower output then has both outputs of row 0
+// (`low`, `high`), the other one those of row 1.
 struct Pair {
     int row;
     float low, high;
@@ -72,8 +76,9 @@ struct Pair {
         low = row ? other : rows[0], high = row ? rows[1] : other;
     }
 };
-// Of a thread's rows, lane % 4 * 2 and the next of each eight, and of its two outputs, 8 apart: 1 where there are none
-// (null). They are loaded before the products: behind these, their latency would be the kernel's.
+// The scales and biases of a thread's results. Its rows are lane % 4 * 2 and the next one of each of COUNT tiles of 8
+// rows, its outputs are two that are 8 apart. A scale is 1, and a bias 0, where the pointer is null or the index out of
+// range. They are loaded before the products: after them, the latency of the loads would add to the kernel's time.
 template <int COUNT>
 struct Scales {
     float rows[COUNT][2], outputs[2], biases[2];
@@ -93,13 +98,13 @@ struct Scales {
         }
     }
 };
-// silu(gate) up, rounded as Triton does.
+// silu(gate) * up, with the same roundings as the Triton kernels.
 __device__ __forceinline__ float gated_by(float gate, float up) {
     const float below = __fadd_rn(1.0f, exp2_(__fmul_rn(-gate, 1.4426950408889634f)));
     return __fmul_rn(divided(gate, below), up);
 }
-// Writes the outputs of a pair: alternating gate and up if they are gated. `column`: the lane's own, `end`: behind the
-// last one.
+// Writes the outputs of a pair to the row that begins at y[at]. If gated, the pair is gate and up of one output.
+// `column`: the lane's own output before the exchange, `end`: number of outputs.
 __device__ __forceinline__ void write(const Pair& pair, void* y, bool float32, bool gated, u64 at, int column,
                                       int end) {
     const int even = column & ~1;
@@ -110,8 +115,9 @@ __device__ __forceinline__ void write(const Pair& pair, void* y, bool float32, b
         store_pair(y, float32, at + even, pair.low, pair.high, even + 1 < end);
 }
 
-// The producer, one warp: blocks of tiles of outputs by `copy_weight(fill, stage)`, and `parts` parts of x for each.
-// The weight does not depend on earlier kernels: its first blocks are copied before they have ended.
+// The producer warp: for each block of each tile, `copy_weight(fill, stage)` copies the weight, and a box of `parts`
+// parts of x follows. Weights do not depend on earlier kernels, so the first `stages` blocks of them are copied before
+// the wait for these kernels.
 template <typename Copy>
 __device__ __forceinline__ void produce(const TensorMap& x, Barriers& barriers, unsigned char* ring, int size,
                                         int stages, int tiles, int blocks, int parts, Copy copy_weight) {

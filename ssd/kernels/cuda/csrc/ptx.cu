@@ -8,15 +8,15 @@ extern __shared__ __align__(1024) unsigned char memory[];
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// The thread's number, which the compiler takes for a new one each time: addresses that it has computed from it for
-// one phase do not take up registers during the others.
+// threadIdx.x through an empty `asm volatile`: the compiler takes it for a new number at each call, so addresses that
+// it derives from it do not stay in registers from one phase of the kernel to the next.
 __device__ __forceinline__ int thread() {
     int t = threadIdx.x;
     asm volatile("" : "+r"(t));
     return t;
 }
 
-// A number that the compiler keeps in a register: it would rather compute it again.
+// A number through an empty `asm volatile`: the compiler keeps it in a register instead of computing it again.
 __device__ __forceinline__ u32 kept(u32 v) {
     asm volatile("" : "+r"(v));
     return v;
@@ -234,7 +234,7 @@ __device__ __forceinline__ void mbarriers_are_ready() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// The L2 keeps other lines rather than these.
+// An L2 policy: these lines are evicted first, as weights are read once.
 __device__ __forceinline__ u64 evict_first() {
     u64 policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -258,8 +258,8 @@ __device__ __forceinline__ void copy_to_shared_if(bool wanted, void* to, const v
         "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy), "r"((int)wanted)
         : "memory");
 }
-// Copies 16 bytes if `wanted`, behind the thread; `arrive_when_copied` counts as an arrival when all such copies of the
-// thread are done.
+// Copies 16 bytes asynchronously if `wanted` (cp.async); `arrive_when_copied` arrives at a barrier when all such copies
+// of the thread have completed.
 __device__ __forceinline__ void copy16_if(bool wanted, u32 to, const void* from) {
     asm volatile("{\n.reg .pred q;\nsetp.ne.b32 q, %2, 0;\n@q cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(to),
                  "l"(from), "r"((int)wanted)
@@ -287,12 +287,12 @@ __device__ __forceinline__ void copy_box_if(bool wanted, void* to, const TensorM
         : "memory");
 }
 
-// Products of four warps: d += a b, without `add` d = a b. Warp i has rows 16 i to 16 i + 15 of a, as in `mma`, and
-// those of d; b is in shared memory, by columns. They run behind the thread, in batches: until a wait, a and d are
-// theirs.
+// `wgmma` by four warps: d += a b, or d = a b without `add`. Warp i holds rows 16 i to 16 i + 15 of a and d in
+// registers, laid out as for `mma`; b is in shared memory, by columns. It is asynchronous: registers of a and d must
+// not be touched between `wgmma_fence` and the wait for their batch (`wgmma_commit` ends a batch).
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// For all batches but the last `pending`; d is of those.
+// Waits for all batches but the last `pending`; d: results of those that are waited for.
 template <int pending>
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
