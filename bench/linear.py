@@ -65,7 +65,7 @@ def bench(shape: str, row_counts: list[int], device: torch.device) -> Rows:
         for rows in row_counts:
             x = torch.randn(rows, depth, device=device, dtype=dtype)
             runs = ((own(gated=gated), prepared), (torch.nn.functional.linear, weights), (multiplied, prepared))
-            timed = [seconds(functools.partial(_over, product, x, of), device) / len(weights) for product, of in runs]
+            timed = [seconds(functools.partial(over, product, x, of), device) / len(weights) for product, of in runs]
             times = " ".join(f"{1e6 * each:>9.1f}" for each in timed)
             rates = f"{size / timed[2] / 1e9:>6.0f} {2 * rows * columns * depth / timed[2] / 1e12:>8.2f}"
             kernel = used_kernel(x, prepared[0], gated=gated)
@@ -95,7 +95,7 @@ def bench_format(shape: str, form: Format, row_counts: list[int], device: torch.
         for rows in row_counts:
             x = torch.randn(rows, depth, device=device, dtype=dtype)
             product = functools.partial(multiplied, float32=name == "head")
-            work = functools.partial(_over, product, x, prepared)
+            work = functools.partial(over, product, x, prepared)
             took = seconds(work, device) / len(prepared)
             steps[rows] += times * took
             rates = f"{1e6 * took:>9.1f} {size / took / 1e9:>6.0f} {size / took / speed:>6.2f}"
@@ -158,7 +158,7 @@ def copies(size: int, device: torch.device) -> int:
     return max(2, min(32, _BYTES[device.type] // size))
 
 
-def _over(product: Product, x: torch.Tensor, weights: list[Any]) -> None:
+def over(product: Product, x: torch.Tensor, weights: list[Any]) -> None:
     for weight in weights:
         product(x, weight)
 
