@@ -221,15 +221,6 @@ def _quick_clients() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["compiled", "plain"])
-def host_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs a test with the compiled CPU kernels, and with what stands in for them where there is no C compiler."""
-    if request.param == "plain":
-        from ssd.kernels.cpu import library
-
-        monkeypatch.setattr(library, "load", lambda: None)
-
-
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TestModel]:
     made: dict[str, TestModel] = {}

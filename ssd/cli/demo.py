@@ -214,8 +214,7 @@ def difference(asked: list[Asked], reference: Run, other: Run) -> str | None:
         if place is not None:
             return (
                 f"{each.question.title}: from token {place} on, the text written {other.method} is not the one "
-                f"written {reference.method}. Without a C compiler the CPU's sums have no fixed order and this can "
-                "happen: install one. Otherwise it is a bug in ssd: please report it"
+                f"written {reference.method}. That is a bug in ssd: please report it"
             )
     return None
 

@@ -25,8 +25,8 @@ def report() -> dict[str, str]:
     try:
         variant, compiler = library.build().variant, find_compiler()
         kernels = f"{variant}, compiled with {' '.join(compiler)}" if compiler else f"{variant}, those of the package"
-    except (BuildError, OSError) as error:
-        kernels = f"plain torch, which is not exact: {error}"
+    except BuildError as error:
+        kernels = str(error)
     return {
         "ssd": VERSION,
         "Python": f"{platform.python_version()}, {platform.platform()}",

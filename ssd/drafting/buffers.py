@@ -103,13 +103,9 @@ class DraftBuffers:
         """Copies the inputs of a run for n sequences out of the SequenceState."""
         inputs = self._inputs[branches]
         kernels(self.device).rounds.stage(
+            self.state.view,
             slots=inputs.slots(n),
             num_drafted=inputs.drafted(n),
-            length=self.state.length,
-            token_ids=self.state.token_ids,
-            drafts=self.state.drafts,
-            confidence=self.state.confidence,
-            origin=self.state.origin,
             computed=self.computed,
             first=inputs.first[:n],
             count=inputs.count[:n],
@@ -124,17 +120,12 @@ class DraftBuffers:
     def look_up(self, n: int, width: int, depth: int) -> None:
         """Looks up the outcomes of n sequences in the branches; what is found, or a sibling, becomes their drafts."""
         kernels(self.device).rounds.look_up(
+            self.state.view,
             slots=self._inputs[True].slots(n),
             after=self.after[:n, :width],
             chain=self.chain,
             chain_confidence=self.confidence,
             depth=depth,
-            length=self.state.length,
-            token_ids=self.state.token_ids,
-            num_accepted=self.state.num_accepted,
-            drafts=self.state.drafts,
-            confidence=self.state.confidence,
-            origin=self.state.origin,
             rows=self._looked_up[:n],
             hit=Origin.HIT,
             miss=Origin.SIBLING,
@@ -145,13 +136,11 @@ class DraftBuffers:
     def store(self, n: int, count: int, origin: Origin) -> None:
         """Copies `count` tokens written for each of n sequences to their drafts."""
         kernels(self.device).rounds.store(
+            self.state.view,
             slots=self._inputs[False].slots(n),
             chain=self.chain,
             chain_confidence=self.confidence,
             count=count,
-            drafts=self.state.drafts,
-            confidence=self.state.confidence,
-            origin=self.state.origin,
             value=origin,
         )
         if self.states.numel():
@@ -195,7 +184,7 @@ class DraftBuffers:
     def row_batch(self, shape: RunShape, depth: int, tables: Tables) -> DeviceBatch:
         """The newest token of every row, whose KV goes to the row's branch slots."""
         n, indices, inputs = shape.sequences, self.indices(shape), self._inputs[shape.branches]
-        tokens, positions, mapping, _, _ = out = tuple(column[: shape.rows] for column in self._rows)
+        tokens, positions, mapping, decided, slots = (column[: shape.rows] for column in self._rows)
         kernels(self.device).rounds.extend_rows(
             slots=inputs.slots(n),
             first=inputs.first[:n],
@@ -207,7 +196,11 @@ class DraftBuffers:
             first_slot=self._branch_slots,
             slots_per_branch=self.shapes.lookahead,
             vocab_size=self.runner.vocab_size,
-            out=out,
+            tokens=tokens,
+            positions=positions,
+            slot_mapping=mapping,
+            decided=decided,
+            row_slots=slots,
         )
         return DeviceBatch(
             token_ids=tokens,

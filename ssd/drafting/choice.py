@@ -35,8 +35,14 @@ class TokenChoice:
         logits, chain, confidence = self._widened(logits, shape.needs), self.buffers.chain, self.buffers.confidence
         if not self.rejection:
             best, scores = self.sampler.best(logits, rows, shape.needs, 2)
-            keep = kernels(self.buffers.device).rounds.keep_best
-            keep(best, scores, chain, confidence, column, _MAX_CONFIDENCE)
+            kernels(self.buffers.device).rounds.keep_best(
+                best=best,
+                scores=scores,
+                chain=chain,
+                confidence=confidence,
+                column=column,
+                max_confidence=_MAX_CONFIDENCE,
+            )
             return
         q = self.sampler.distribution(logits, rows, shape.needs)
         q = reweighted(q, self.saguaro_c, _SAGUARO_FAN_OUT)

@@ -55,31 +55,23 @@ class DraftTables:
         self._num_wanted = len(slots)
         wanted = self._wanted[: 2 * len(slots)].view(2, -1)
         wanted.numpy()[:] = [slots, [_NO_ROUND if each is None else each for each in rounds]]
-        state = self.state
         self._kernels.look_up(
+            self.state.view,
             wanted,
             self._tables,
             self._record,
-            length=state.length,
-            token_ids=state.token_ids,
-            num_accepted=state.num_accepted,
-            drafts=state.drafts,
-            confidence=state.confidence,
-            origin=state.origin,
             limit=int(seconds * 1e9),
             hit=Origin.HIT,
             miss=Origin.SIBLING,
         )
-        self.looked_up = now(state.device)
+        self.looked_up = now(self.state.device)
 
     def await_answers(self, round_: int, seconds: float) -> None:
         """Launches a wait for `answer`, for those of the last look-up that were no hits."""
         self._kernels.await_answers(
+            self.state.view,
             self._wanted[: 2 * self._num_wanted].view(2, -1),
             self._answers,
-            drafts=self.state.drafts,
-            confidence=self.state.confidence,
-            origin=self.state.origin,
             round_=round_,
             limit=int(seconds * 1e9),
             hit=Origin.HIT,

@@ -173,21 +173,24 @@ class BatchInputs:
 
         All but the KV slots is the same for each group.
         """
+        slots, decided, drafted = self._decided
         for slot_mapping, blocks in zip(self.slot_mappings, tables, strict=True):
             kernels(state.device).rounds.prepare_rows(
+                state.view,
                 row_work=self["row_work"],
                 slots=self["slots"],
                 starts=self["starts"],
                 query_start=self["query_start"],
                 logit_rows=self["logit_rows"],
-                length=state.length,
-                token_ids=state.token_ids,
-                drafts=state.drafts,
                 tables=blocks,
-                out=(
-                    *(self.token_ids, self.positions, slot_mapping, self.context_len),
-                    *(self._gather, *self._decided),
-                ),
+                tokens=self.token_ids,
+                positions=self.positions,
+                slot_mapping=slot_mapping,
+                context_len=self.context_len,
+                gather=self._gather,
+                decided_slot=slots,
+                decided=decided,
+                num_drafted=drafted,
                 block_size=block_size,
             )
 
@@ -222,15 +225,11 @@ class BatchInputs:
     def accept(self, chosen: torch.Tensor, state: SequenceState, out: torch.Tensor) -> None:
         """Accepts the longest correct prefix of every draft and appends it to the state; `out` is for the host."""
         kernels(state.device).rounds.accept(
-            chosen,
+            state.view,
+            chosen=chosen,
             slots=self["slots"],
             first_row=self["first_row"],
             num_logits=self["num_logits"],
-            length=state.length,
-            token_ids=state.token_ids,
-            drafts=state.drafts,
-            num_accepted=state.num_accepted,
-            origin=state.origin,
             out=out,
             vocab_size=state.vocab_size,
         )

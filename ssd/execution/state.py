@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ssd.core import Origin, Sequence
+from ssd.kernels.state import StateView
 from ssd.kernels.transfers import to_device
 from ssd.sampling.sampler import SamplingColumns
 
@@ -36,6 +37,7 @@ class SequenceState:
         self.confidence = torch.zeros(shape, dtype=torch.float32, device=device)  # of each draft token, at least 0
         self.origin = self._zeros(num_slots + 1)  # `Origin` of the draft
         self.num_accepted = self._zeros(num_slots + 1)  # draft tokens accepted in the last round
+        self.view = StateView(self.length, self.token_ids, self.drafts, self.confidence, self.origin, self.num_accepted)
         self.sampling = SamplingColumns(num_slots + 1, vocab_size, device)
 
     @staticmethod

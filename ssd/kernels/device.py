@@ -1,4 +1,4 @@
-"""The kernels of a device, chosen here and nowhere else: Triton on CUDA; C, numpy or plain torch on a CPU."""
+"""The kernels of a device, chosen here and nowhere else: Triton on CUDA, C on a CPU."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ def _cuda_kernels() -> Kernels:
 
 @functools.cache
 def _cpu_kernels() -> Kernels:
-    from ssd.kernels.cpu import features, rounds
+    from ssd.kernels.cpu import features, library
     from ssd.kernels.cpu.ops import CpuOps
-    from ssd.kernels.reference import ReferenceOps
+    from ssd.kernels.cpu.rounds import Rounds
 
-    return Kernels(lambda: CpuOps.load() or ReferenceOps(), rounds, features)  # the latter without a C compiler
+    compiled = library.load()
+    return Kernels(lambda: CpuOps(compiled), Rounds(compiled), features)
 
 
 def name_of(ops: Ops) -> str:

@@ -36,8 +36,7 @@ class RowRounding:
     scale: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class GLU:
+class GLU(NamedTuple):
     """What gate and up rows of a gated weight become: silu(gate) * (up + shift), with silu(x) = x sigmoid(slope x),
     after the gate was limited from above and up on both sides."""
 

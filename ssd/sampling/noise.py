@@ -77,10 +77,7 @@ def gumbel_of(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     if sampling is not None:
         found: torch.Tensor = sampling.gumbel(keys, vocab_size, *constants())
         return found
-    compiled = library.load() if keys.is_cpu else None
-    if compiled is not None:
-        return compiled.gumbel(keys.contiguous(), vocab_size, *constants())
-    return gumbel_reference(keys, vocab_size)
+    return library.load().gumbel(keys.contiguous(), vocab_size, *constants())
 
 
 def gumbel_reference(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -230,8 +230,6 @@ class Sampler:
             )
             return found
         compiled = library.load()
-        if compiled is None:
-            return _largest(self._scores(logits, rows, needs), count, excluded)
         if needs.truncated:
             return compiled.best(self._scores(logits, rows, needs), count, excluded)
         slots, positions = rows.slots.contiguous(), rows.positions.contiguous()
@@ -378,20 +376,3 @@ def _first(key: np.ndarray, weight: np.ndarray, limit: float) -> np.ndarray:
     mass = weight[inside]
     kept[inside[before[last] + mass.cumsum() - mass < limit]] = True
     return kept
-
-
-def _largest(scores: torch.Tensor, count: int, excluded: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`Sampler.best` of scores on a CPU without kernels."""
-    if excluded is not None:
-        named = (excluded >= 0).nonzero()[:, 0]
-        scores = scores.clone()
-        scores[named, excluded[named].long()] = -torch.inf
-    tokens = torch.zeros((len(scores), count), dtype=torch.int32, device=scores.device)
-    values = scores.new_full((len(scores), count), -torch.inf)
-    for i, row in enumerate(scores.numpy()):
-        found = np.argsort(-row, kind="stable")[:count]
-        found = found[row[found] > -np.inf]
-        tokens.numpy()[i, : len(found)], values.numpy()[i, : len(found)] = found, row[found]
-        if not len(found) or not (row < np.inf).all():
-            tokens[i, 0] = -1
-    return tokens, values

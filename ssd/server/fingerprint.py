@@ -28,8 +28,7 @@ def system_fingerprint(llm: LLM, *settings: object) -> str:
     types = config.dtype, config.kv_dtype
     parts = [VERSION, torch.__version__, *types, config.tensor_parallel_size, llm.note, *settings]
     if config.device == "cpu":
-        compiled = library.load()
-        parts.append(compiled.build if compiled is not None else "plain torch")
+        parts.append(library.load().build)
     else:
         parts.append(torch.cuda.get_device_name(config.device))
     if config.speculation.acceptance == "rejection":  # else drafts do not change the text

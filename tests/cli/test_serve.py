@@ -18,6 +18,7 @@ from ssd.assembly.models import _reported
 from ssd.cli import console, serve
 from ssd.cli.main import app
 from ssd.config import EngineConfig
+from ssd.kernels import device
 from ssd.kernels.cpu import build, library, variants
 from ssd.kernels.cpu.kernels import Kernels
 
@@ -68,7 +69,7 @@ def test_every_command_says_that_kernels_are_compiled_before_the_wait(
     """Catches half a minute of silence at the first command on a machine, in a pipe."""
     kernels, said = library.load(), list[str]()
 
-    def load() -> Kernels | None:
+    def load() -> Kernels:
         if not said:
             build._compile(["cc"], variants.usable()[0])
         return kernels
@@ -78,6 +79,7 @@ def test_every_command_says_that_kernels_are_compiled_before_the_wait(
         Path(words[words.index("-o") + 1]).touch()
 
     monkeypatch.setattr(library, "load", load)
+    monkeypatch.setattr(device, "_cpu_kernels", device._cpu_kernels.__wrapped__)  # as in a process that has just begun
     monkeypatch.setattr(build, "_run", compiler)
     monkeypatch.setattr(serve, "_listen", lambda *_: [])
     monkeypatch.setattr(serve, "_run", lambda *_: None)

@@ -552,7 +552,7 @@ def test_a_quantized_draft_of_the_bundled_pair(form: str, mode: str, options: di
 
 
 @pytest.mark.parametrize("form", mostly_slow(FORMS, fast={"int4"}))
-def test_a_quantized_draft_of_the_target_itself_is_mostly_right(form: str, host_kernels: None) -> None:
+def test_a_quantized_draft_of_the_target_itself_is_mostly_right(form: str) -> None:
     model = "tiny-llama-draft"
     speculation = {"mode": "sd", "draft": model, "k": 2, "draft_quantization": form}
     with LLM(model, device="cpu", max_num_seqs=2, max_model_len=256, speculation=speculation) as llm:

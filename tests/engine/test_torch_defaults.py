@@ -64,7 +64,6 @@ def test_torchs_defaults_change_no_token(make_model: Callable[[str], TestModel],
             assert tokens(llm) == expected, f"{value} before loading"
 
 
-@pytest.mark.usefixtures("host_kernels")
 @pytest.mark.parametrize("default", DEFAULTS)
 def test_torchs_defaults_change_no_sampling(default: torch.dtype | str) -> None:
     device = torch.device("cpu")

@@ -19,6 +19,7 @@ from conftest import TestModel
 from ssd import LLM, SamplingParams
 from ssd.core import Origin
 from ssd.drafting.late import LateBindingDrafter
+from ssd.kernels.state import StateView
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SLOTS, K, WIDTH, VOCAB = 9, 5, 6, 4
@@ -56,8 +57,8 @@ def test_look_ups_are_those_of_the_reference(replicas: int) -> None:
         on_gpu = {name: tensor.cuda() for name, tensor in state.items()}
         pinned = [tensor.clone().pin_memory() for tensor in (wanted, tables, record)]
         numbers = {"hit": int(Origin.HIT), "miss": int(Origin.SIBLING), "limit": 1000}
-        draft_table.look_up(*pinned, **on_gpu, **numbers)
-        reference_tables.look_up(wanted, tables, record, **state, **numbers)
+        draft_table.look_up(StateView(**on_gpu), *pinned, **numbers)
+        reference_tables.look_up(StateView(**state), wanted, tables, record, **numbers)
         torch.cuda.synchronize()
         for name, tensor in state.items():
             assert same_bits(on_gpu[name].cpu(), tensor), name
@@ -71,14 +72,12 @@ def test_a_wait_ends_with_the_answer_or_at_its_limit(answered: bool) -> None:
     """Catches a kernel that hangs without an answer, or does not see one that comes while it waits."""
     from ssd.kernels.triton import draft_table
 
-    state = {
-        name: tensor.cuda() for name, tensor in random_state(0).items() if name in ("drafts", "confidence", "origin")
-    }
+    state = StateView(**{name: tensor.cuda() for name, tensor in random_state(0).items()})
     wanted = torch.tensor([[2, 3], [0, 0]], dtype=torch.int32).pin_memory()
     answers = torch.full((SLOTS, 2 + 2 * K), -1, dtype=torch.int32).pin_memory()
-    state["origin"][3] = int(Origin.HIT)
+    state.origin[3] = int(Origin.HIT)
     limits = {"round_": 5, "limit": 1_000_000_000, "hit": int(Origin.HIT), "written": int(Origin.JIT)}
-    draft_table.await_answers(wanted, answers, **state, **(limits | {"limit": 1}))  # compiles it
+    draft_table.await_answers(state, wanted, answers, **(limits | {"limit": 1}))  # compiles it
     torch.cuda.synchronize()
 
     def answer() -> None:
@@ -89,14 +88,14 @@ def test_a_wait_ends_with_the_answer_or_at_its_limit(answered: bool) -> None:
 
     thread = threading.Thread(target=answer)
     began = time.perf_counter()
-    draft_table.await_answers(wanted, answers, **state, **limits)
+    draft_table.await_answers(state, wanted, answers, **limits)
     if answered:
         thread.start()
     torch.cuda.synchronize()
     waited = time.perf_counter() - began
     assert (0.015 < waited < 0.8) if answered else (0.8 < waited < 5)
-    assert state["drafts"][2].tolist() == ([1, 2, 3, 0, 0] if answered else [0] * K)
-    assert state["origin"].tolist()[2:4] == [int(Origin.JIT) if answered else 0, int(Origin.HIT)]
+    assert state.drafts[2].tolist() == ([1, 2, 3, 0, 0] if answered else [0] * K)
+    assert state.origin.tolist()[2:4] == [int(Origin.JIT) if answered else 0, int(Origin.HIT)]
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])

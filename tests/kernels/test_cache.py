@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ssd.kernels import cache
-from ssd.kernels.cpu import build, library, variants
+from ssd.kernels.cpu import build, variants
 
 CONTENTS = b"\x7fELF" + bytes(range(256)) * 64
 
@@ -168,14 +168,14 @@ def test_a_disk_that_is_full_in_the_middle_of_a_file(
 def start(tmp_path: Path, *before: str) -> str:
     """What a process logs that loads the kernels, with a "compiler" that copies a library; `before`: its command."""
     compiler = build.find_compiler()
-    if compiler is None or library.load() is None:
+    if compiler is None:
         pytest.skip("no C compiler")
     compiled = build._compiled(compiler, variants.usable()[0])
     copies = tmp_path / "copies"
     if not copies.exists():  # a compiler that was changed is another one
         copies.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nexec cp {compiled} "$2"\n')
         copies.chmod(0o755)
-    code = "from ssd.kernels.cpu import library; assert library.load() is not None"
+    code = "from ssd.kernels.cpu import library; library.load()"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CC": str(copies)}
     done = subprocess.run(
         [*before, sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False

@@ -40,10 +40,7 @@ ROWS = (1, 4, 5, 16, 17, 35)
 
 @pytest.fixture(scope="module")
 def native() -> Kernels:
-    loaded = library.load()
-    if loaded is None:
-        pytest.skip("no C compiler")
-    return loaded
+    return library.load()
 
 
 @pytest.fixture(scope="module", params=[*MACROS, *OWN])
@@ -83,7 +80,7 @@ def test_integer_codes_have_the_same_bits_in_every_variant(native: Kernels, othe
                     torch.testing.assert_close(found, expected[:rows], rtol=1e-5, atol=1e-4)
                 else:
                     assert same_bits(found, expected[:rows]), (code, group, depth, rows)
-                    assert same_bits(native.codes_embedding(ours, tokens), other.codes_embedding(theirs, tokens))
+                    assert same_bits(native.embedding(ours, tokens), other.embedding(theirs, tokens))
 
 
 @pytest.mark.slow

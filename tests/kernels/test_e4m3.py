@@ -10,6 +10,7 @@ from bits import same_bits
 from conftest import mostly_slow
 from device_batches import make_device_batch
 
+from ssd.kernels.cpu import library
 from ssd.kernels.cpu.ops import CpuOps
 from ssd.kernels.ops import DeviceBatch, HeadShape, KVScales, Ops, Rope
 from ssd.kernels.reference import ReferenceOps
@@ -32,7 +33,7 @@ def ops(request: pytest.FixtureRequest) -> Ops:
     if request.param == "reference":
         return ReferenceOps()
     if request.param == "C":
-        return CpuOps.load() or pytest.skip("no C compiler")
+        return CpuOps(library.load())
     made: Ops = pytest.importorskip("ssd.kernels.triton.ops", reason="triton is not installed").TritonOps()
     made.reserve([HEADS], device_of(made))
     return made

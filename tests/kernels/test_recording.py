@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from bits import same_bits
 from chains import HIDDEN, quantized_layer
 
 from ssd.kernels.cpu import library, recording
-from ssd.kernels.cpu.kernels import PackedWeight
-from ssd.kernels.cpu.recording import Arena, Recordings
+from ssd.kernels.cpu.pack import PackedWeight
+from ssd.kernels.cpu.recording import Arena, Calls, Recordings
 from ssd.kernels.cpu.threads import use_threads
 
 kernels = library.load()
-pytestmark = pytest.mark.skipif(kernels is None, reason="needs a C compiler")
 
 
 def run(recordings: Recordings, x: torch.Tensor, weight: PackedWeight, norm: torch.Tensor) -> torch.Tensor:
-    assert kernels is not None
-    compute = kernels
-
     def chain() -> torch.Tensor:
-        y = compute.rms_norm(compute.linear(x, weight), norm, 1e-5)
-        return compute.linear(compute.rms_norm(y, norm, 1e-5), weight)
+        y = kernels.rms_norm(kernels.linear(x, weight), norm, 1e-5)
+        return kernels.linear(kernels.rms_norm(y, norm, 1e-5), weight)
 
     return recordings.run("key", chain, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_repeats_with_the_numbers_and_the_threads_of_now(dtype: torch.dtype) -> None:
-    assert kernels is not None
     weight, norm = kernels.pack_linear(torch.randn(64, 64, dtype=dtype)), torch.ones(64, dtype=dtype)
     recordings, x = Recordings(kernels.repeat), torch.empty(3, 64, dtype=dtype)
     for threads in (1, 2, 1, 2):
@@ -43,7 +37,6 @@ def test_repeats_with_the_numbers_and_the_threads_of_now(dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("group", "coarse"), [(32, True), (128, True), (128, False)])
 def test_rows_that_are_packed_by_the_call_before(dtype: torch.dtype, group: int, coarse: bool) -> None:
-    assert kernels is not None
     layer = quantized_layer(kernels, dtype, group, coarse=coarse)
     for rows in (1, 3, 16, 64, 65):
         recordings, x = Recordings(kernels.repeat), torch.empty(rows, HIDDEN, dtype=dtype)
@@ -56,7 +49,6 @@ def test_rows_that_are_packed_by_the_call_before(dtype: torch.dtype, group: int,
 
 
 def test_what_torch_computes_is_not_recorded() -> None:
-    assert kernels is not None
     recordings, x = Recordings(kernels.repeat), torch.ones(2, 2)
     for value in range(4):
         x.fill_(value)
@@ -66,10 +58,9 @@ def test_what_torch_computes_is_not_recorded() -> None:
 def test_copies_are_not_recorded() -> None:
     """Catches `contiguous` that is taken for harmless where it copies: the calls behind it would be repeated with the
     numbers of the copy that was recorded. Of a tensor that is contiguous it is recorded."""
-    assert kernels is not None
-    repeated: list[np.ndarray] = []
+    repeated: list[Calls] = []
 
-    def repeat(calls: np.ndarray) -> None:
+    def repeat(calls: Calls) -> None:
         repeated.append(calls)
         kernels.repeat(calls)
 
@@ -84,7 +75,6 @@ def test_copies_are_not_recorded() -> None:
 
 
 def test_repeated_indices_are_checked() -> None:
-    assert kernels is not None
     weight, ids = kernels.pack_linear(torch.randn(8, 4)), torch.zeros(1, dtype=torch.int32)
     recordings, look_up = Recordings(kernels.repeat), lambda: kernels.embedding(weight, ids)
     for _ in range(3):
@@ -106,7 +96,7 @@ def test_memory_is_used_again_when_its_last_view_is_gone() -> None:
 
 
 def test_old_recordings_are_forgotten() -> None:
-    repeated: list[np.ndarray] = []
+    repeated: list[Calls] = []
     recordings = Recordings(repeated.append)
     for key in (*range(200), *range(200)):
         recordings.run(key, lambda: torch.zeros(1), None)
@@ -114,9 +104,8 @@ def test_old_recordings_are_forgotten() -> None:
 
 
 def test_results_of_recordings_take_limited_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kernels is not None
     monkeypatch.setattr(recording, "_MOST_BYTES", 1024)
-    repeated: list[np.ndarray] = []
+    repeated: list[Calls] = []
     recordings, x, norm = Recordings(repeated.append), torch.ones(1, 128), torch.ones(128)
     for key in (*"aabb", *"bbb", *"ccdd", "b"):  # two results of 512 bytes are kept, b's not
         recordings.run(key, lambda: kernels.rms_norm(x, norm, 1e-5), None)

@@ -1,4 +1,4 @@
-"""The Triton kernels of a round against the ones of a CPU: in Triton's interpreter on a CPU, for real on a GPU."""
+"""Kernels of a round against numpy: those in C, and those in Triton, in its interpreter on a CPU, for real on a GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import reference_rounds
 import torch
 from bits import same_bits
 from conftest import mostly_slow
@@ -16,12 +17,13 @@ from ssd.execution import batch as batches
 from ssd.execution.batch import Batch, BatchInputs, TileSizes
 from ssd.execution.state import SequenceState
 from ssd.kernels.cpu import features as features_cpu
-from ssd.kernels.cpu import library
-from ssd.kernels.cpu import rounds as rounds_cpu
+from ssd.kernels.device import kernels
 
-rounds = pytest.importorskip("ssd.kernels.triton.rounds", exc_type=ImportError)
+triton_rounds = pytest.importorskip("ssd.kernels.triton.rounds", exc_type=ImportError)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
+C = kernels(CPU).rounds
+ALL = ((reference_rounds, CPU), (C, CPU), (triton_rounds, DEVICE))
 VOCAB, BLOCK_SIZE, MAX_LEN = 50, 4, 40
 SEEDS = mostly_slow(range(12), fast=range(12 if torch.cuda.is_available() else 4))
 Tensors = dict[str, torch.Tensor]
@@ -61,10 +63,11 @@ class World:
             getattr(made, name).copy_(values)
         return made
 
-    def same(self, one: SequenceState, other: SequenceState) -> None:
+    def same(self, expected: SequenceState, *others: SequenceState) -> None:
         """But for the slot of padding: several sequences of padding write to it at the same time."""
         for name in self.tensors:
-            assert same_bits(getattr(one, name)[:-1].cpu(), getattr(other, name)[:-1]), name
+            for other in others:
+                assert same_bits(getattr(expected, name)[:-1], getattr(other, name)[:-1].cpu()), name
 
     def batch(self) -> Batch:
         """Prefill chunks, last chunks with and without a draft, decoding with and without a draft."""
@@ -85,6 +88,11 @@ class World:
         return Batch(slots, starts, queries, logits)
 
 
+def use(monkeypatch: pytest.MonkeyPatch, rounds: Any) -> None:
+    """What a batch calls."""
+    monkeypatch.setattr(batches, "kernels", lambda device: SimpleNamespace(rounds=rounds))
+
+
 def inputs_of(batch: Batch, *, gather: bool, device: torch.device, padding: int = 0) -> BatchInputs:
     logits = batch.num_logit_rows if gather else batch.num_rows
     inputs = BatchInputs(
@@ -99,7 +107,6 @@ def inputs_of(batch: Batch, *, gather: bool, device: torch.device, padding: int 
     return inputs
 
 
-@pytest.mark.usefixtures("host_kernels")
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_rows(monkeypatch: pytest.MonkeyPatch, seed: int, gather: bool) -> None:
@@ -107,25 +114,27 @@ def test_rows(monkeypatch: pytest.MonkeyPatch, seed: int, gather: bool) -> None:
     world = World(seed)
     batch = world.batch()
     padding = seed % 4 * 50  # also more rows than one program has
-    ours, theirs = (inputs_of(batch, gather=gather, device=device, padding=padding) for device in (DEVICE, CPU))
-    theirs.prepare(world.state(CPU), [world.tables], BLOCK_SIZE)
-    monkeypatch.setattr(batches, "kernels", lambda device: SimpleNamespace(rounds=rounds))
-    ours.prepare(world.state(DEVICE), [world.tables.to(DEVICE)], BLOCK_SIZE)
-    for name in ("token_ids", "positions", "context_len", "_gather"):
-        assert torch.equal(getattr(ours, name).cpu(), getattr(theirs, name)), name
-    assert torch.equal(ours.slot_mappings[0].cpu(), theirs.slot_mappings[0])
-    assert (ours.slot_mappings[0][batch.num_rows :] == -1).all()
-    assert (ours.token_ids[batch.num_rows :] == 0).all()
-    assert (ours.positions[batch.num_rows :] == 0).all()
-    rows, expected_rows = ours.decided(world.state(DEVICE)), theirs.decided(world.state(CPU))
-    for one, other in zip(rows[:3], expected_rows[:3], strict=True):
-        assert torch.equal(one.cpu(), other)
-    assert (rows.slots[batch.num_logit_rows if gather else batch.num_rows :] == -1).all()
-    if gather:
-        assert (ours._gather[batch.num_logit_rows :] == 0).all()
+    found = []
+    for rounds, device in ALL:
+        use(monkeypatch, rounds)
+        found.append(inputs_of(batch, gather=gather, device=device, padding=padding))
+        found[-1].prepare(world.state(device), [world.tables.to(device)], BLOCK_SIZE)
+    expected = found[0]
+    for ours in found[1:]:
+        for name in ("token_ids", "positions", "context_len", "_gather"):
+            assert torch.equal(getattr(ours, name).cpu(), getattr(expected, name)), name
+        assert torch.equal(ours.slot_mappings[0].cpu(), expected.slot_mappings[0])
+        assert (ours.slot_mappings[0][batch.num_rows :] == -1).all()
+        assert (ours.token_ids[batch.num_rows :] == 0).all()
+        assert (ours.positions[batch.num_rows :] == 0).all()
+        rows, expected_rows = ours.decided(world.state(DEVICE)), expected.decided(world.state(CPU))
+        for one, other in zip(rows[:3], expected_rows[:3], strict=True):
+            assert torch.equal(one.cpu(), other)
+        assert (rows.slots[batch.num_logit_rows if gather else batch.num_rows :] == -1).all()
+        if gather:
+            assert (ours._gather[batch.num_logit_rows :] == 0).all()
 
 
-@pytest.mark.usefixtures("host_kernels")
 @pytest.mark.parametrize(
     ("name", "value"), [("slots", 8), ("slots", 1 << 30), ("row_work", 2), ("logit_rows", 99), ("length", 0)]
 )
@@ -137,8 +146,6 @@ def test_rows_that_are_not_there(name: str, value: int) -> None:
         state.length[2] = value
     else:
         inputs[name][0] = value
-    if name == "length" and library.load() is None:
-        pytest.skip("numpy reads the last token of the row")
     with pytest.raises(IndexError):
         inputs.prepare(state, [world.tables], BLOCK_SIZE)
 
@@ -147,7 +154,7 @@ def test_nothing_is_written_beyond_the_blocks(monkeypatch: pytest.MonkeyPatch) -
     """Column 0 of a table limits it, whatever stands behind; a position past the table is not looked up."""
     world = World(0)
     state, tables = world.state(DEVICE), world.tables.to(DEVICE)
-    monkeypatch.setattr(batches, "kernels", lambda device: SimpleNamespace(rounds=rounds))
+    use(monkeypatch, triton_rounds)
     for blocks in (0, 1, 3, tables.shape[1] - 1):
         tables[2, 0] = blocks
         inputs = inputs_of(Batch([2], [0], [world.columns], [0]), gather=True, device=DEVICE)
@@ -157,7 +164,6 @@ def test_nothing_is_written_beyond_the_blocks(monkeypatch: pytest.MonkeyPatch) -
         assert (inputs.slot_mappings[0][written:] == -1).all()
 
 
-@pytest.mark.usefixtures("host_kernels")
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_acceptance(monkeypatch: pytest.MonkeyPatch, seed: int, gather: bool) -> None:
@@ -172,45 +178,45 @@ def test_acceptance(monkeypatch: pytest.MonkeyPatch, seed: int, gather: bool) ->
         chosen[row : row + accepted] = world.tensors["drafts"][slot, :accepted]
         if count and slot % 3 == 0:
             chosen[row + accepted] = -1
-    ours, theirs = (inputs_of(batch, gather=gather, device=device, padding=padding) for device in (DEVICE, CPU))
-    states, width = (world.state(DEVICE), world.state(CPU)), 3 + 2 * world.width
-    outs = [torch.zeros((len(batch.slots) + padding, width), dtype=torch.int32, device=d) for d in (DEVICE, CPU)]
-    theirs.accept(chosen, states[1], outs[1])
-    monkeypatch.setattr(batches, "kernels", lambda device: SimpleNamespace(rounds=rounds))
-    ours.accept(chosen.to(DEVICE), states[0], outs[0])
-    assert torch.equal(outs[0].cpu(), outs[1])
+    states, outs, width = list[SequenceState](), list[torch.Tensor](), 3 + 2 * world.width
+    for rounds, device in ALL:
+        use(monkeypatch, rounds)
+        states.append(world.state(device))
+        out = torch.zeros((len(batch.slots) + padding, width), dtype=torch.int32, device=device)
+        inputs_of(batch, gather=gather, device=device, padding=padding).accept(chosen.to(device), states[-1], out)
+        outs.append(out.cpu())
+    assert all(torch.equal(out, outs[0]) for out in outs)
     assert (outs[0][len(batch.slots) :] == 0).all()
     world.same(*states)
-    rows = zip(batch.slots, first, batch.num_logits, outs[1].tolist(), strict=False)  # padding is left out
+    rows = zip(batch.slots, first, batch.num_logits, outs[0].tolist(), strict=False)  # padding is left out
     for slot, row, count, (num_new, _, *new) in rows:
         if count and -1 in chosen[row : row + count]:
             assert new[:num_new] == [*world.tensors["drafts"][slot, : num_new - 1].tolist(), -1]
 
 
-def accept_two(kernels: Any, state: SequenceState, slots: list[int], chosen: list[int], counts: list[int]) -> list[int]:
+def accept_two(rounds: Any, state: SequenceState, slots: list[int], chosen: list[int], counts: list[int]) -> list[int]:
     """The first choice of both works, as they are passed on to the host."""
     device = state.device
     out = torch.zeros((2, 3 + 2 * state.drafts.shape[1]), dtype=torch.int32, device=device)
     integers = torch.tensor([slots, [0, 1], counts], dtype=torch.int32, device=device)
-    kernels.accept(
-        torch.tensor(chosen, dtype=torch.int32, device=device),
+    rounds.accept(
+        state.view,
+        chosen=torch.tensor(chosen, dtype=torch.int32, device=device),
         slots=integers[0],
         first_row=integers[1],
         num_logits=integers[2],
-        **tensors_of(state, "length", "token_ids", "drafts", "num_accepted", "origin"),
         out=out,
         vocab_size=VOCAB,
     )
     return out[:, 2].tolist()
 
 
-@pytest.mark.usefixtures("host_kernels")
 def test_choices_of_garbage_stay_in_the_vocabulary() -> None:
     """Beyond a text's end logits may be NaN, and a choice anything: it must not be an index of the next round."""
-    for kernels, device in ((rounds, DEVICE), (rounds_cpu, CPU)):
+    for rounds, device in ALL:
         state = World(1).state(device)
         state.length.fill_(5)
-        assert accept_two(kernels, state, [0, 1], [VOCAB + 7, -3], [1, 1]) == [VOCAB - 1, -3]
+        assert accept_two(rounds, state, [0, 1], [VOCAB + 7, -3], [1, 1]) == [VOCAB - 1, -3]
         assert state.token_ids[:2, 5].tolist() == [VOCAB - 1, 0]
 
 
@@ -219,17 +225,10 @@ def test_choices_of_garbage_stay_in_the_vocabulary() -> None:
 )
 def test_decisions_that_are_not_there(slots: list[int], counts: list[int]) -> None:
     """Slots and numbers of logit rows that no batch has are refused by the compiled kernel, which reads addresses."""
-    if library.load() is None:
-        pytest.skip("no C compiler")
     with pytest.raises(IndexError):
-        accept_two(rounds_cpu, World(1).state(CPU), slots, [3, 4], counts)
+        accept_two(C, World(1).state(CPU), slots, [3, 4], counts)
 
 
-def tensors_of(state: SequenceState, *names: str) -> Tensors:
-    return {name: getattr(state, name) for name in names}
-
-
-@pytest.mark.usefixtures("host_kernels")
 @pytest.mark.parametrize("fork", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_staging(seed: int, fork: bool) -> None:
@@ -241,7 +240,7 @@ def test_staging(seed: int, fork: bool) -> None:
     drafted = [world.rng.randint(0, world.lookahead) if fork else 0 for _ in slots]
     computed = torch.tensor([max(0, int(n) - world.rng.randint(0, reads + 2)) for n in world.tensors["length"]])
     results = []
-    for kernels, device in ((rounds, DEVICE), (rounds_cpu, CPU)):
+    for rounds, device in ALL:
         state = world.state(device)
         own: Tensors = {
             "slots": torch.tensor(slots, dtype=torch.int32, device=device),
@@ -253,21 +252,19 @@ def test_staging(seed: int, fork: bool) -> None:
             "verified_confidence": torch.zeros((len(slots), world.width), device=device),
             "hit": torch.zeros(len(slots), dtype=torch.int32, device=device),
         }
-        read = tensors_of(state, "length", "token_ids", "drafts", "confidence", "origin")
-        kernels.stage(**own, **read, hit_origin=Origin.HIT, vocab_size=VOCAB - 5, fork=fork)
+        rounds.stage(state.view, **own, hit_origin=Origin.HIT, vocab_size=VOCAB - 5, fork=fork)
         results.append({name: values.cpu() for name, values in own.items()})
-    ours, theirs = results
-    for each in results:
-        each["computed"][-1] = 0  # several rows of padding write it at the same time
-    for name in ("first", "count", "computed", "verified_confidence", "hit"):
-        assert same_bits(ours[name], theirs[name]), name
-    for row, expected, count in zip(ours["tokens"], theirs["tokens"], theirs["count"].tolist(), strict=True):
-        assert torch.equal(row[:count], expected[:count])
-        assert (row >= 0).all()
-        assert (row < VOCAB - 5).all()
+        results[-1]["computed"][-1] = 0  # several rows of padding write it at the same time
+    expected = results[0]
+    for ours in results[1:]:
+        for name in ("first", "count", "computed", "verified_confidence", "hit"):
+            assert same_bits(ours[name], expected[name]), name
+        for row, wanted, count in zip(ours["tokens"], expected["tokens"], expected["count"].tolist(), strict=True):
+            assert torch.equal(row[:count], wanted[:count])
+            assert (row >= 0).all()
+            assert (row < VOCAB - 5).all()
 
 
-@pytest.mark.usefixtures("host_kernels")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_looking_up(seed: int) -> None:
     """Hits, drafts for another last token, and nothing; several branches alike: the first one counts."""
@@ -287,29 +284,28 @@ def test_looking_up(seed: int) -> None:
             chain[i * width + branch, 0] = lasts[slot]
     states, rows = [], list[torch.Tensor]()
     origins: dict[str, Any] = {"hit": Origin.HIT, "miss": Origin.SIBLING}
-    for kernels, device in ((rounds, DEVICE), (rounds_cpu, CPU)):
+    for rounds, device in ALL:
         states.append(world.state(device))
         rows.append(torch.full((len(slots),), -1, dtype=torch.int32, device=device))
-        kernels.look_up(
+        rounds.look_up(
+            states[-1].view,
             slots=torch.tensor(slots, dtype=torch.int32, device=device),
             after=after.to(device)[:, :width],
             chain=chain.to(device),
             chain_confidence=confidence.to(device),
             depth=depth,
-            **tensors_of(states[-1], *world.tensors),
             rows=rows[-1],
             **origins,
         )
     world.same(*states)
-    assert torch.equal(rows[0].cpu(), rows[1])
-    for row, slot in zip(rows[1].tolist(), slots, strict=True):
+    assert all(torch.equal(each.cpu(), rows[0]) for each in rows)
+    for row, slot in zip(rows[0].tolist(), slots, strict=True):
         if states[1].origin[slot] == Origin.HIT and slots.count(slot) == 1:
             assert states[1].drafts[slot, :depth].tolist() == chain[row, 1 : depth + 1].tolist()
     found = states[1].origin[slots].tolist()
     assert set(found) <= {Origin.HIT, Origin.SIBLING}
 
 
-@pytest.mark.usefixtures("host_kernels")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_storing_drafts(seed: int) -> None:
     """What was written becomes the draft of its sequence."""
@@ -319,14 +315,14 @@ def test_storing_drafts(seed: int) -> None:
     slots, count = world.rng.sample(range(len(world.tables) - 1), 3), world.rng.randint(1, world.lookahead)
     chain, confidence = torch.randint(0, VOCAB, (5, world.lookahead + 1)).int(), torch.rand(5, world.lookahead + 1)
     states = []
-    for kernels, device in ((rounds, DEVICE), (rounds_cpu, CPU)):
+    for rounds, device in ALL:
         states.append(world.state(device))
-        kernels.store(
+        rounds.store(
+            states[-1].view,
             slots=torch.tensor(slots, dtype=torch.int32, device=device),
             chain=chain.to(device),
             chain_confidence=confidence.to(device),
             count=count,
-            **tensors_of(states[-1], "drafts", "confidence", "origin"),
             value=Origin.JIT,
         )
     world.same(*states)
@@ -334,20 +330,20 @@ def test_storing_drafts(seed: int) -> None:
     assert states[1].origin[slots].tolist() == [Origin.JIT] * 3
 
 
-@pytest.mark.usefixtures("host_kernels")
 @pytest.mark.parametrize("width", [0, 1, 3, 12])
 @pytest.mark.parametrize("depth", [0, 2])
 def test_extending_rows(width: int, depth: int) -> None:
     """Every row goes on after the tokens that were read, or after those that its branch keeps."""
     torch.manual_seed(width + depth)
-    sequences, rows = 5, 5 * max(1, width)
+    sequences, num_rows = 5, 5 * max(1, width)
     integers = torch.randint(0, 30, (3, sequences)).int()
     after, chain = torch.randint(0, 5, (sequences, 14)).int(), torch.randint(0, VOCAB, (70, 4)).int()
     found = []
-    for kernels, device in ((rounds, DEVICE), (rounds_cpu, CPU)):
-        out = tuple(torch.full((rows,), -1, dtype=torch.int32, device=device) for _ in range(5))
+    for rounds, device in ALL:
+        names = ("tokens", "positions", "slot_mapping", "decided", "row_slots")
+        out = {name: torch.full((num_rows,), -1, dtype=torch.int32, device=device) for name in names}
         slots, first, count = integers.to(device)
-        kernels.extend_rows(
+        rounds.extend_rows(
             slots=slots,
             first=first,
             count=count,
@@ -358,32 +354,31 @@ def test_extending_rows(width: int, depth: int) -> None:
             first_slot=1000,
             slots_per_branch=6,
             vocab_size=VOCAB - 10,
-            out=out,
+            **out,
         )
-        found.append([column.tolist() for column in out])
-    assert found[0] == found[1]
-    row, sequence = rows - 1, sequences - 1
+        found.append([column.tolist() for column in out.values()])
+    assert found[0] == found[1] == found[2]
+    row, sequence = num_rows - 1, sequences - 1
     read = int(after[sequence, width - 1]) + 1 if width else min(int(integers[2, sequence]), 7)
     position = int(integers[1, sequence]) + read + depth
-    assert found[0][0] == chain[:rows, depth].clamp(max=VOCAB - 11).tolist()  # the draft's vocabulary is smaller
+    assert found[0][0] == chain[:num_rows, depth].clamp(max=VOCAB - 11).tolist()  # the draft's vocabulary is smaller
     last = [found[0][0][-1], position, 1000 + 6 * row + depth, position + 1, int(integers[0, sequence])]
     assert [column[-1] for column in found[0]] == last
 
 
-@pytest.mark.usefixtures("host_kernels")
 def test_keeping_the_best_of_two() -> None:
     """Also where there is no second token, and none at all."""
     best = torch.tensor([[3, 4], [5, 6], [7, 0], [0, 0]]).int()
     scores = torch.tensor([[2.5, 1.0], [1.0, 1.0], [1.0, -torch.inf], [-torch.inf, -torch.inf]])
-    for kernels, device in ((rounds, DEVICE), (rounds_cpu, CPU)):
+    for rounds, device in ALL:
         chain, confidence = torch.zeros((6, 3), dtype=torch.int32, device=device), torch.zeros((6, 3), device=device)
-        kernels.keep_best(best.to(device), scores.to(device), chain, confidence, 1, 100.0)
+        tensors = {"best": best.to(device), "scores": scores.to(device), "chain": chain, "confidence": confidence}
+        rounds.keep_best(**tensors, column=1, max_confidence=100.0)
         assert chain[:, 1].tolist() == [3, 5, 7, 0, 0, 0]
         assert confidence[:, 1].tolist() == [1.5, 0.0, 100.0, 0.0, 0.0, 0.0]
         assert not chain[:, [0, 2]].any()
 
 
-@pytest.mark.usefixtures("host_kernels")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_features(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """The rows before, or what was kept of them; the last positions are kept; padding takes and leaves nothing."""
@@ -393,10 +388,9 @@ def test_features(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     kept = torch.randn(len(world.tables), world.lookahead + 1, width)
     start = torch.randint(-1, 20, (len(world.tables),)).int()
     found = []
-    for kernels, device, padding in ((features, DEVICE, seed % 3 * 4), (features_cpu, CPU, 0), (features_cpu, CPU, 3)):
+    for ours, device, padding in ((features, DEVICE, seed % 3 * 4), (features_cpu, CPU, 0), (features_cpu, CPU, 3)):
         inputs = inputs_of(batch, gather=True, device=device, padding=padding)
-        used = SimpleNamespace(rounds=rounds if kernels is features else rounds_cpu)
-        monkeypatch.setattr(batches, "kernels", lambda device, used=used: used)
+        use(monkeypatch, triton_rounds if ours is features else C)
         inputs.prepare(world.state(device), [world.tables.to(device)], BLOCK_SIZE)
         torch.manual_seed(seed)
         fused = torch.cat((torch.randn(batch.num_rows, width), torch.full((padding, width), torch.nan))).to(device)
@@ -404,7 +398,7 @@ def test_features(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         rows = {name: inputs[name] for name in ("row_work", "slots", "query_start")}
         rows |= {"positions": inputs.positions, "kept": own}
         rows |= {"slot_mapping": inputs.slot_mappings[0], "start": start.to(device)}
-        hidden, mapping = kernels.shift_and_keep(fused, **rows)
+        hidden, mapping = ours.shift_and_keep(fused, **rows)
         assert not hidden[batch.num_rows :].any()
         assert (mapping[batch.num_rows :] == -1).all()
         found.append([t.cpu() for t in (hidden[: batch.num_rows], mapping[: batch.num_rows], own)])
@@ -415,29 +409,27 @@ def test_features(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
 
 def test_slots_that_are_not_there_are_refused() -> None:
     """The compiled kernels read addresses."""
-    if library.load() is None:
-        pytest.skip("needs a C compiler")
     state = World(1).state(CPU)
     chain, confidence = torch.zeros((3, 9), dtype=torch.int32), torch.zeros(3, 9)
     for slot in (-1, len(state.length)):
         slots = torch.tensor([slot], dtype=torch.int32)
         with pytest.raises(IndexError):
-            rounds_cpu.store(
+            C.store(
+                state.view,
                 slots=slots,
                 chain=chain,
                 chain_confidence=confidence,
                 count=0,
-                **tensors_of(state, "drafts", "confidence", "origin"),
                 value=Origin.JIT,
             )
         with pytest.raises(IndexError):
-            rounds_cpu.look_up(
+            C.look_up(
+                state.view,
                 slots=slots,
                 after=chain[:1, :1],
                 chain=chain,
                 chain_confidence=confidence,
                 depth=0,
-                **tensors_of(state, "length", "token_ids", "num_accepted", "drafts", "confidence", "origin"),
                 rows=torch.zeros(1, dtype=torch.int32),
                 hit=Origin.HIT,
                 miss=Origin.SIBLING,

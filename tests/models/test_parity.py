@@ -50,19 +50,3 @@ def test_bfloat16_on_the_cpu_is_close(make_model: Callable[[str], TestModel]) ->
     with LLM(model.path, device="cpu", dtype="bfloat16") as llm:
         ours = engine_logits(llm, tokens)
     assert (ours - theirs).norm() / theirs.norm() < 0.05
-
-
-def test_plain_torch_without_a_compiler(
-    make_model: Callable[[str], TestModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A machine without a C compiler decodes the same text with plain torch."""
-    from ssd.kernels.cpu.ops import CpuOps
-
-    model = make_model("llama3-scaled")
-    prompts, params = [prompt(n) for n in LENGTHS], SamplingParams(max_new_tokens=24, ignore_eos=True)
-    with LLM(model.path, device="cpu") as llm:
-        with_kernels = [out.token_ids for out in llm.generate(prompts, params)]
-    monkeypatch.setattr(CpuOps, "load", lambda: None)
-    with LLM(model.path, device="cpu") as llm:
-        assert type(llm.engine.round.target.runner.decoder.ops).__name__ == "ReferenceOps"
-        assert [out.token_ids for out in llm.generate(prompts, params)] == with_kernels

@@ -149,13 +149,6 @@ def test_the_kernel_is_the_torch_code() -> None:
     assert int((ours != theirs).sum()) <= 3
 
 
-def test_without_a_compiler_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a fallback that nobody calls."""
-    monkeypatch.setattr("ssd.kernels.cpu.library.load", lambda: None)
-    some = keys(31, range(3))
-    assert same_bits(gumbel(some, 100, CPU), plain(some, 100, CPU))
-
-
 def test_keys_may_be_strided_or_none() -> None:
     """Catches a kernel that reads a view's storage as if it were the view, or an empty batch at all."""
     some = torch.tensor([signed(k) for k in keys(37, range(8))])

@@ -134,7 +134,6 @@ class Case:
         return naive_best(x, p, p.seed or 0, int(self.rows.positions[i]), count, excluded)
 
 
-@pytest.mark.usefixtures("host_kernels")
 @pytest.mark.parametrize("seed", mostly_slow(range(12), fast=range(4)))
 def test_the_naive_sampler_chooses_the_same(seed: int) -> None:
     case = Case(seed)
@@ -213,7 +212,6 @@ def test_rows_without_adjustments_keep_their_bits() -> None:
     assert not torch.equal(adjusted[0], logits[0])
 
 
-@pytest.mark.usefixtures("host_kernels")
 def test_rows_without_a_choice() -> None:
     """NaN or +inf anywhere, or -inf everywhere."""
     columns = SamplingColumns(2, 300, CPU)
@@ -225,7 +223,6 @@ def test_rows_without_a_choice() -> None:
     assert [token < 0 for token in tokens] == [True, False, True, True, True, True, True, False]
 
 
-@pytest.mark.usefixtures("host_kernels")
 def test_a_score_of_minus_infinity_comes_with_token_0() -> None:
     columns = SamplingColumns(1, 3, CPU)
     columns.set(0, SamplingParams(temperature=1.0, top_k=1), 0, [1], (), ())

@@ -16,6 +16,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from ssd.errors import SSDError
 from ssd.kernels import cache
 from ssd.kernels.cpu.variants import FLAGS, Variant, usable
 
@@ -24,7 +25,7 @@ SOURCE = FOLDER / "csrc" / "ssd.c"  # includes the other files there
 COMPILE_TIMEOUT_S = 900  # with sanitizers and AVX-512, minutes
 
 
-class BuildError(Exception):
+class BuildError(SSDError):
     """The kernels could not be compiled or loaded; the text says why."""
 
 

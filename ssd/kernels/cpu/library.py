@@ -14,26 +14,24 @@ logger = logging.getLogger("ssd")
 
 
 @functools.cache
-def load() -> Kernels | None:
-    """The kernels, compiled if need be; None, after one warning that says what to do, where that is impossible."""
-    try:
-        return build()
-    except (BuildError, OSError, subprocess.SubprocessError) as error:
-        logger.warning(
-            "CPU kernels are off (%s); the engine falls back to plain torch, which is slower and whose numbers may "
-            "vary with the batch. Install gcc or clang, or point $CC to one, and start again.",
-            error,
-        )
-        return None
+def load() -> Kernels:
+    """The kernels of this process."""
+    return build()
 
 
 def build() -> Kernels:
-    """Compile (or find in the cache) and load the kernels, for the best instruction set that this machine can use."""
+    """Compile (or find in the cache) and load the kernels, for the best instruction set that this machine can use.
+
+    BuildError where that is impossible: nothing else computes rows whose bits do not depend on the batch.
+    """
     failures = list[str]()
     for variant in candidates():
         try:
             return Kernels(ctypes.CDLL(str(library_of(variant))), variant.name)
-        except (BuildError, OSError) as error:  # an old compiler or system does not know it
+        except (BuildError, OSError, subprocess.SubprocessError) as error:  # an old compiler does not know it
             failures.append(str(error))
             logger.debug("CPU kernels: %s failed: %s", variant.name, error)
-    raise BuildError(failures[-1])
+    raise BuildError(
+        f"there are no CPU kernels: {failures[-1]}. Install a C compiler such as gcc or clang, set CC to one, or "
+        "install a wheel of ssd, which has compiled kernels"
+    )

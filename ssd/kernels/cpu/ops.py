@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ssd.kernels.codes import Codes, rounded_rows
-from ssd.kernels.cpu import library
-from ssd.kernels.cpu.kernels import Kernels, PackedExperts, PackedWeight, has_half_scales
+from ssd.kernels.cpu.kernels import Kernels
+from ssd.kernels.cpu.pack import PackedExperts, PackedWeight, has_half_scales
 from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, SharedOps
 from ssd.kernels.weights import GLU, Routing, RowRounding, Rows, Weight
 
@@ -25,8 +25,7 @@ class CpuWeight(Weight):
         return self.kernels.linear(rows, self.packed, bias, float32=float32, row_scales=scales)
 
     def embedding(self, token_ids: torch.Tensor) -> torch.Tensor:
-        found = self.kernels.codes_embedding if self.packed.form else self.kernels.embedding
-        return found(self.packed, token_ids)
+        return self.kernels.embedding(self.packed, token_ids)
 
 
 @dataclass(frozen=True)
@@ -63,12 +62,6 @@ class CpuOps(SharedOps):
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
         self.route, self.combine, self.rms_norm = kernels.route, kernels.combine, kernels.rms_norm
-
-    @classmethod
-    def load(cls) -> CpuOps | None:
-        """None (after a warning) where the kernels cannot be compiled."""
-        kernels = library.load()
-        return None if kernels is None else cls(kernels)
 
     def prepare(self, weight: torch.Tensor, *, gated: bool = False, experts: int = 0) -> Weight:
         if not experts:

@@ -7,6 +7,7 @@ The numbers in the inputs may differ, as in a graph. What also computes with tor
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections import OrderedDict
@@ -19,7 +20,6 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-ARGUMENTS: Final = 32  # words of a recorded call, as in `calls.h`: its arguments, and at the end the function's number
 _MOST: Final = 64  # recordings of a model
 _MOST_BYTES: Final = 64 << 20  # of their results
 _HARMLESS: Final = ("__get__", "__len__", "data_ptr", "dim", "element_size", "numel", "size", "stride", "view")
@@ -51,23 +51,32 @@ def _aligned(size: int, alignment: int = 64) -> np.ndarray:
     return memory[first : first + size]
 
 
+class Calls:
+    """Recorded calls, as `ssd_repeat` takes them."""
+
+    def __init__(self, calls: Seq[tuple[int, bytes]]) -> None:
+        sizes = [len(arguments) for _, arguments in calls]  # multiples of 8
+        self._arguments = np.frombuffer(b"".join(arguments for _, arguments in calls) or bytes(8), dtype=np.int64)
+        first = self._arguments.ctypes.data
+        places = [first + end - size for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
+        self._table = np.array([(f, place) for (f, _), place in zip(calls, places, strict=True)], dtype=np.int64)
+        self.address = self._table.ctypes.data  # of `struct call`s
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+
 class Tape(TorchFunctionMode):
     """The calls inside `with` of the current thread. `complete`: nothing else was computed."""
 
     def __init__(self, arena: Arena) -> None:
         super().__init__()
         self.arena, self.complete = arena, True
-        self._calls: list[np.ndarray] = []
+        self._calls: list[tuple[int, bytes]] = []
 
-    def add(self, number: int, arguments: Seq[Any]) -> None:
-        words = np.zeros(ARGUMENTS, dtype=np.int64)
-        for i, value in enumerate(arguments):
-            if isinstance(value, float):
-                words[i : i + 1].view(np.float32)[0] = value
-            else:
-                words[i] = value or 0  # None is a null pointer
-        words[-1] = number
-        self._calls.append(words)
+    def add(self, function: int, arguments: bytes) -> None:
+        """A call of the function at an address."""
+        self._calls.append((function, arguments))
 
     def empty(self, shape: Seq[int], dtype: torch.dtype) -> torch.Tensor:
         complete = self.complete  # making a tensor of the arena's memory is an operation, too
@@ -76,8 +85,8 @@ class Tape(TorchFunctionMode):
         return made
 
     @property
-    def calls(self) -> np.ndarray:
-        return np.stack(self._calls) if self._calls else np.zeros((0, ARGUMENTS), dtype=np.int64)
+    def calls(self) -> Calls:
+        return Calls(self._calls)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -114,7 +123,7 @@ def recording(tape: Tape) -> Iterator[None]:
 
 
 class Recording(NamedTuple):
-    calls: np.ndarray | None  # None: it is always computed anew
+    calls: Calls | None  # None: it is always computed anew
     result: Any
     keeps: object
 
@@ -122,7 +131,7 @@ class Recording(NamedTuple):
 class Recordings:
     """The recordings of one model, by what its calls depend on. Their results are valid until the next pass."""
 
-    def __init__(self, repeat: Callable[[np.ndarray], None]) -> None:
+    def __init__(self, repeat: Callable[[Calls], None]) -> None:
         self._repeat, self._arena = repeat, Arena()
         self._seen: OrderedDict[Hashable, Recording | None] = OrderedDict()  # None: not recorded yet
 

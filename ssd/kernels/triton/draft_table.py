@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
+from ssd.kernels.state import StateView
+
 _FAR = tl.constexpr(1 << 30)
 
 
@@ -93,16 +95,11 @@ def _look_up_kernel(
 
 
 def look_up(
+    state: StateView,
     wanted: torch.Tensor,
     tables: torch.Tensor,
     record: torch.Tensor,
     *,
-    length: torch.Tensor,
-    token_ids: torch.Tensor,
-    num_accepted: torch.Tensor,
-    drafts: torch.Tensor,
-    confidence: torch.Tensor,
-    origin: torch.Tensor,
     limit: int,
     hit: int,
     miss: int,
@@ -115,11 +112,11 @@ def look_up(
     origin (0: none), the tokens (-1 beyond their end) and the confidence of what was found. All of these are pinned.
     """
     replicas, num_slots, words = tables.shape
-    count, draft = wanted.shape[1], drafts.shape[1]
+    count, draft = wanted.shape[1], state.drafts.shape[1]
     entries = (words - 2) // (2 + 2 * draft)
     _look_up_kernel[(count,)](
-        *(wanted, tables, length, token_ids, num_accepted, drafts, confidence, origin, record),
-        *(count, num_slots, token_ids.stride(0), limit, hit, miss),
+        *(wanted, tables, state.length, state.token_ids, state.num_accepted, state.drafts, state.confidence),
+        *(state.origin, record, count, num_slots, state.token_ids.stride(0), limit, hit, miss),
         REPLICAS=replicas,
         ENTRIES=entries,
         DRAFT=draft,
@@ -155,12 +152,10 @@ def _await_kernel(
 
 
 def await_answers(
+    state: StateView,
     wanted: torch.Tensor,
     answers: torch.Tensor,
     *,
-    drafts: torch.Tensor,
-    confidence: torch.Tensor,
-    origin: torch.Tensor,
     round_: int,
     limit: int,
     hit: int,
@@ -171,9 +166,9 @@ def await_answers(
     `answers` [slots, 2 + 2 K], pinned: the round, the number of tokens, the tokens and their confidence. `limit`: the
     longest wait, in ns by the device's clock, so that a host that does not answer costs time only.
     """
-    draft = drafts.shape[1]
+    draft = state.drafts.shape[1]
     _await_kernel[(wanted.shape[1],)](
-        *(wanted, answers, drafts, confidence, origin, round_, limit, hit, written),
+        *(wanted, answers, state.drafts, state.confidence, state.origin, round_, limit, hit, written),
         DRAFT=draft,
         BLOCK=triton.next_power_of_2(draft),
     )

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ssd.kernels.state import StateView
+
 _ROWS = 128  # rows of one program
 _FAR = tl.constexpr(1 << 30)
 
@@ -92,29 +94,35 @@ def _rows_kernel(
 
 
 def prepare_rows(
+    state: StateView,
     *,
     row_work: torch.Tensor,
     slots: torch.Tensor,
     starts: torch.Tensor,
     query_start: torch.Tensor,
     logit_rows: torch.Tensor,
-    length: torch.Tensor,
-    token_ids: torch.Tensor,
-    drafts: torch.Tensor,
     tables: torch.Tensor,
-    out: tuple[torch.Tensor, ...],
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    context_len: torch.Tensor,
+    gather: torch.Tensor,
+    decided_slot: torch.Tensor,
+    decided: torch.Tensor,
+    num_drafted: torch.Tensor,
     block_size: int,
 ) -> None:
     """Tokens, positions and KV slots of a batch's rows, context lengths of its works, positions of its logit rows.
 
-    `out`: tokens, positions, slot_mapping [rows], context_len [works], then for every logit row its query row (int64),
-    its sequence's slot (-1: padding), the position that it decides, and the number of draft tokens before that.
+    Written: `tokens`, `positions`, `slot_mapping` [rows], `context_len` [works], then for every logit row its query row
+    (`gather`, int64), its sequence's slot (-1: padding), the position that it decides, and the number of draft tokens
+    before that.
     """
     num_rows, num_logits = len(row_work), len(logit_rows)
     _rows_kernel[(triton.cdiv(max(num_rows, num_logits), _ROWS),)](
-        *(row_work, slots, starts, query_start, logit_rows, length, token_ids, drafts, tables),
-        *out,
-        *(num_rows, num_logits, token_ids.stride(0), drafts.stride(0), tables.stride(0)),
+        *(row_work, slots, starts, query_start, logit_rows, state.length, state.token_ids, state.drafts, tables),
+        *(tokens, positions, slot_mapping, context_len, gather, decided_slot, decided, num_drafted),
+        *(num_rows, num_logits, state.token_ids.stride(0), state.drafts.stride(0), tables.stride(0)),
         KV_BLOCK=block_size,
         BLOCK=_ROWS,
     )
@@ -164,16 +172,12 @@ def _accept_kernel(
 
 
 def accept(
-    chosen: torch.Tensor,
+    state: StateView,
     *,
+    chosen: torch.Tensor,
     slots: torch.Tensor,
     first_row: torch.Tensor,
     num_logits: torch.Tensor,
-    length: torch.Tensor,
-    token_ids: torch.Tensor,
-    drafts: torch.Tensor,
-    num_accepted: torch.Tensor,
-    origin: torch.Tensor,
     out: torch.Tensor,
     vocab_size: int,
 ) -> None:
@@ -183,9 +187,10 @@ def accept(
     A choice of -1 (there is none) is passed on to the host in `out`, and token 0 to the next round.
     """
     _accept_kernel[(len(slots),)](
-        *(chosen, slots, first_row, num_logits, length, token_ids, drafts, num_accepted, origin, out),
-        *(token_ids.stride(0), token_ids.shape[1], drafts.stride(0), out.stride(0), vocab_size),
-        BLOCK=triton.next_power_of_2(drafts.shape[1] + 1),
+        *(chosen, slots, first_row, num_logits, state.length, state.token_ids, state.drafts, state.num_accepted),
+        *(state.origin, out),
+        *(state.token_ids.stride(0), state.token_ids.shape[1], state.drafts.stride(0), out.stride(0), vocab_size),
+        BLOCK=triton.next_power_of_2(state.drafts.shape[1] + 1),
     )
 
 
@@ -233,14 +238,10 @@ def _stage_kernel(
 
 
 def stage(
+    state: StateView,
     *,
     slots: torch.Tensor,
     num_drafted: torch.Tensor,
-    length: torch.Tensor,
-    token_ids: torch.Tensor,
-    drafts: torch.Tensor,
-    confidence: torch.Tensor,
-    origin: torch.Tensor,
     computed: torch.Tensor,
     first: torch.Tensor,
     count: torch.Tensor,
@@ -258,11 +259,11 @@ def stage(
     after the run.
     """
     _stage_kernel[(len(slots),)](
-        *(slots, num_drafted, length, token_ids, drafts, confidence, origin, computed, first, count, tokens),
-        *(verified_confidence, hit, hit_origin),
-        *(token_ids.stride(0), drafts.stride(0), tokens.shape[1] - 1, vocab_size),
+        *(slots, num_drafted, state.length, state.token_ids, state.drafts, state.confidence, state.origin),
+        *(computed, first, count, tokens, verified_confidence, hit, hit_origin),
+        *(state.token_ids.stride(0), state.drafts.stride(0), tokens.shape[1] - 1, vocab_size),
         FORK=fork,
-        BLOCK=triton.next_power_of_2(max(tokens.shape[1], drafts.shape[1])),
+        BLOCK=triton.next_power_of_2(max(tokens.shape[1], state.drafts.shape[1])),
     )
 
 
@@ -316,31 +317,27 @@ def _look_up_kernel(
 
 
 def look_up(
+    state: StateView,
     *,
     slots: torch.Tensor,
     after: torch.Tensor,
     chain: torch.Tensor,
     chain_confidence: torch.Tensor,
     depth: int,
-    length: torch.Tensor,
-    token_ids: torch.Tensor,
-    num_accepted: torch.Tensor,
-    drafts: torch.Tensor,
-    confidence: torch.Tensor,
-    origin: torch.Tensor,
     rows: torch.Tensor,
     hit: int,
     miss: int,
 ) -> None:
-    """Copies the draft that was prepared for the last outcome to `drafts`; after a miss that of a sibling branch.
+    """Copies the draft that was prepared for the last outcome to the state; after a miss that of a sibling branch.
 
     `hit` and `miss` are the values of `origin` for the two. `rows`, written: the row of the chain that was copied for
     each sequence (its first, if there is neither).
     """
-    width = after.shape[1]
+    width, (tokens, drafts) = after.shape[1], (state.token_ids, state.drafts)
     _look_up_kernel[(len(slots),)](
-        *(slots, after, chain, chain_confidence, length, token_ids, num_accepted, drafts, confidence, origin, rows),
-        *(width, depth, after.stride(0), token_ids.stride(0), drafts.stride(0), chain.stride(0), hit, miss),
+        *(slots, after, chain, chain_confidence, state.length, tokens, state.num_accepted, drafts),
+        *(state.confidence, state.origin, rows),
+        *(width, depth, after.stride(0), tokens.stride(0), drafts.stride(0), chain.stride(0), hit, miss),
         WIDTH=triton.next_power_of_2(width),
         BLOCK=triton.next_power_of_2(drafts.shape[1]),
     )
@@ -372,20 +369,19 @@ def _store_kernel(
 
 
 def store(
+    state: StateView,
     *,
     slots: torch.Tensor,
     chain: torch.Tensor,
     chain_confidence: torch.Tensor,
     count: int,
-    drafts: torch.Tensor,
-    confidence: torch.Tensor,
-    origin: torch.Tensor,
     value: int,
 ) -> None:
     """Copies the first `count` tokens of each sequence's chain to its draft, with origin `value`."""
     _store_kernel[(len(slots),)](
-        *(slots, chain, chain_confidence, drafts, confidence, origin, count, drafts.stride(0), chain.stride(0), value),
-        BLOCK=triton.next_power_of_2(drafts.shape[1]),
+        *(slots, chain, chain_confidence, state.drafts, state.confidence, state.origin),
+        *(count, state.drafts.stride(0), chain.stride(0), value),
+        BLOCK=triton.next_power_of_2(state.drafts.shape[1]),
     )
 
 
@@ -445,18 +441,23 @@ def extend_rows(
     first_slot: int,
     slots_per_branch: int,
     vocab_size: int,
-    out: tuple[torch.Tensor, ...],
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    decided: torch.Tensor,
+    row_slots: torch.Tensor,
 ) -> None:
     """Inputs of a draft run's next forward pass: the newest token of every row (column `depth` of the chain).
 
     Tokens beyond `vocab_size`, the draft's, become its last one: they have no embedding.
     `after`: accepted tokens before each branch of every sequence; None: one row per sequence, after the tokens read.
-    Row r has the KV slots from `first_slot + r * slots_per_branch` on. `out`, per row: token, position, KV slot,
+    Row r has the KV slots from `first_slot + r * slots_per_branch` on. Written, per row: token, position, KV slot,
     position that it decides, slot of its sequence.
     """
-    rows, width = len(out[0]), 1 if after is None else after.shape[1]
+    rows, width = len(tokens), 1 if after is None else after.shape[1]
     _extend_kernel[(triton.cdiv(rows, _ROWS),)](
-        *(slots, first, count, count if after is None else after, chain, *out),
+        *(slots, first, count, count if after is None else after, chain),
+        *(tokens, positions, slot_mapping, decided, row_slots),
         *(rows, 0 if after is None else after.stride(0), chain.stride(0)),
         *(width, depth, reads, first_slot, slots_per_branch, vocab_size),
         BRANCHES=after is not None,
@@ -490,6 +491,7 @@ def _keep_kernel(
 
 
 def keep_best(
+    *,
     best: torch.Tensor,
     scores: torch.Tensor,
     chain: torch.Tensor,

@@ -9,22 +9,10 @@
  * With `slots`, every row is the newest token of a branch: it sees the positions that its sequence's branches share, then `depth`
  * + 1 slots of its own, the last of them slots[row] (-1: padding, sees nothing), in chunks counted from the first. */
 struct attention_args {
-    const void *q;
-    long ldq;
-    const void *k_cache, *v_cache;
-    void *out;
-    const int32_t *query_start, *context_len, *block_tables, *table_rows;
-    long table_stride, block_size, heads, kv_heads, d, dp; /* dp: d rounded up to full vectors */
-    float scale, v_scale; /* of the scores, with that of the keys; of the result */
-    const float *sinks;   /* of the heads: scores that have no value; NULL: none */
-    int bf16, kv;
-    const int32_t *positions, *slots; /* NULL: no branches */
-    long depth;
-    long first;                                 /* positions before it are not seen */
-    long window;                                /* positions that a row sees, its own included; 0: all */
-    long tokens, tables, columns, cache_blocks; /* sizes: of q, of the block tables, of a cache */
-    long rows;                                  /* rows per task at most */
-    long tasks;                                 /* of all KV heads */
+    struct paged_attention; /* the call */
+    long dp;                /* d rounded up to full vectors */
+    long rows;              /* rows per task at most */
+    long tasks;             /* of all KV heads */
     long lanes, part;   /* queries of a result, in whole vectors (of AMX: tiles), and its floats */
     long cuts, per;     /* parts that threads take of a task, and chunks of one */
     long most;          /* if there are several: chunks of the longest task */

@@ -98,16 +98,12 @@ static int attention_fits(const struct attention_args *a, long seq) {
     return 1;
 }
 
-int ssd_paged_attention(const void *q, long ldq, const void *k_cache, const void *v_cache, void *out,
-                        const int32_t *query_start, const int32_t *context_len, const int32_t *block_tables,
-                        const int32_t *table_rows, long tokens, long sequences, long tables, long columns,
-                        long table_stride, long cache_blocks, long block_size, long heads, long kv_heads, long d,
-                        float scale, float v_scale, const float *sinks, const int32_t *positions, const int32_t *slots,
-                        long depth, long first, long window, int bf16, int kv, int nthreads) {
-    struct attention_args a = {q, ldq, k_cache, v_cache, out, query_start, context_len, block_tables, table_rows,
-                               table_stride, block_size, heads, kv_heads, d, ceil_div(d, VL) * VL, scale,
-                               v_scale, sinks, bf16, kv, positions, slots, depth, first, window, tokens, tables, columns,
-                               cache_blocks, .per = LONG_MAX, .cuts = 1, .next = following};
+int ssd_paged_attention(const void *given, int nthreads) {
+    const struct paged_attention *call = given;
+    const int32_t *query_start = call->query_start;
+    const long sequences = call->sequences, heads = call->heads, kv_heads = call->kv_heads, d = call->d;
+    struct attention_args a = {.dp = ceil_div(d, VL) * VL, .per = LONG_MAX, .cuts = 1, .next = following};
+    memcpy(&a, call, sizeof *call);
     long longest = 0, work = 0, queries = QUERIES, whole = VL;
     for (long s = 0; s < sequences; s++) {
         if (!attention_fits(&a, s)) return 1;

@@ -586,27 +586,30 @@ static struct groups stored_groups(long scaled, int flags) {
                            .stored = flags & FACTORED ? FACTORS : flags & HALF ? HALVES : SINGLES};
 }
 
-/* rows of a quantised (not gated) weight [n, k], widened: out[t] = scale * code (+ offset), each rounded to fp32 */
-int ssd_codes_embedding(const void *w, const void *scales, const void *ids, int ids64, void *out, long tokens, long n,
-                        long k, int form, long scaled, int flags, int bf16) {
-    long depth = ceil_div(k, form == FP8 ? 4 : 16) * (form == FP8 ? 4 : 16);
-    long width = is_4_bits(form) ? VL : NR, together = form == FP8 ? 1 : 4, flipped = ssd_flipped_bits(form);
-    struct groups g = stored_groups(scaled, flags);
-    float *row = scratch(ROWS, (size_t)k);
-    for (long t = 0; t < tokens; t++) {
-        long id = int_at(ids, t, ids64), j = id % NR;
-        if (outside(id, n)) return 1;
-        const uint8_t *codes = (const uint8_t *)w + id / NR * depth * width + j % width * together;
-        const char *numbers = (const char *)scales + id / NR * numbers_bytes(ceil_div(k, scaled), &g);
-        for (long i = 0; i < k; i++) {
+static int codes_embedding(const struct embedding *a) {
+    long depth = ceil_div(a->k, a->form == FP8 ? 4 : 16) * (a->form == FP8 ? 4 : 16), form = a->form, scaled = a->scaled;
+    long width = is_4_bits(a->form) ? VL : NR, together = form == FP8 ? 1 : 4, flipped = ssd_flipped_bits(a->form);
+    struct groups g = stored_groups(scaled, a->flags);
+    float *row = scratch(ROWS, (size_t)a->k);
+    for (long t = 0; t < a->tokens; t++) {
+        long id = int_at(a->ids, t, a->ids64), j = id % NR;
+        if (outside(id, a->n)) return 1;
+        const uint8_t *codes = (const uint8_t *)a->w + id / NR * depth * width + j % width * together;
+        const char *numbers = (const char *)a->scales + id / NR * numbers_bytes(ceil_div(a->k, scaled), &g);
+        for (long i = 0; i < a->k; i++) {
             int code = codes[i / together * together * width + i % together] ^ (int)flipped;
-            if (is_4_bits(form)) code = code >> j / width * 4 & 15;
+            if (is_4_bits(a->form)) code = code >> j / width * 4 & 15;
             float value = form == INT8 ? (float)(int8_t)code : (float)(form == INT4 ? code - 8 : code);
             if (form == FP8) load_e4m3(&value, &(int8_t){(int8_t)code}, 1);
             row[i] = value * number_at(numbers, i / scaled, 0, j, &g);
             if (g.offsets) row[i] += number_at(numbers, i / scaled, 1, j, &g);
         }
-        store_row(out, t * k, row, k, bf16);
+        store_row(a->out, t * a->k, row, a->k, a->bf16);
     }
     return 0;
+}
+
+int ssd_embedding(const void *given, int threads) {
+    const struct embedding *call = given;
+    return call->form ? codes_embedding(call) : dense_embedding(call);
 }

@@ -22,21 +22,9 @@ static void pack_x(float *dst, const void *x, long ldx, long row, long m, long m
     }
 }
 
-/* how the rows of a gated weight become one: silu(min(gate, limit)) * (up within +-limit, plus shift) */
-struct glu {
-    float slope, limit, shift;
-};
-
 struct linear_args {
-    const void *x;
-    const char *w;
-    const void *bias;
-    void *y;
-    long ldx, m, n, k, kq;
-    int bf16, gated, wide;
-    struct glu glu;
-    int form;            /* of a quantised weight, else 0 */
-    const void *scales; /* [panels][groups][NR], with offsets [panels][groups][2][NR]; fp32 or fp16 */
+    struct linear; /* the call */
+    long kq;
     struct groups groups;
     long numbers, numbers_bytes; /* scales of an output, and bytes of those of a panel (offsets included) */
     int digits, coarse;  /* of packed rows; 0: they are fp32 (bf16 for AMX) */
@@ -321,10 +309,11 @@ static void linear_blocks(void *given, long begin, long end) {
 }
 
 /* how rows are multiplied by a quantised weight: rows in digits unless it is fp8 */
-static void plan_codes(struct linear_args *a, long scaled, int flags, const float *row_scales, long row_groups) {
+static void plan_codes(struct linear_args *a) {
     struct groups *g = &a->groups;
-    *g = stored_groups(scaled, flags);
-    g->gq = ceil_div(scaled, 4), g->count = ceil_div(a->k, scaled), g->row_scales = row_scales, g->ld = row_groups;
+    const long scaled = a->scaled;
+    *g = stored_groups(scaled, a->flags);
+    g->gq = ceil_div(scaled, 4), g->count = ceil_div(a->k, scaled), g->row_scales = a->row_scales, g->ld = a->row_groups;
     a->run = codes_block;
     a->kq = ceil_div(a->k, 4);
     a->row_size = a->kq * 16;
@@ -335,7 +324,7 @@ static void plan_codes(struct linear_args *a, long scaled, int flags, const floa
     g->count = ceil_div(a->k, group);
     g->shared = ceil_div(scaled, group);
     g->stride = ceil_div(g->count, 4) * 4;
-    a->coarse = flags & COARSE;
+    a->coarse = a->flags & COARSE;
     a->digits = digits_of(a->bf16, a->coarse);
     long few = is_4_bits(a->form) ? MORE_ROWS : FEW_ROWS; /* in a tile with panels as they are */
     a->unpack = a->coarse && a->m > (is_4_bits(a->form) || g->stored == FACTORS ? 2 * few : few);
@@ -356,33 +345,29 @@ static void plan_codes(struct linear_args *a, long scaled, int flags, const floa
 #endif
 }
 
-/* how it is computed, from the arguments of ssd_linear; a plan is valid until the next one of its slot */
-static struct linear_args plan_linear(const void *x, long ldx, const void *w, const void *bias, void *y, long m, long n, long k,
-                                      int bf16, int gated, float slope, float limit, float shift, int wide, int form,
-                                      const void *scales, long scaled, int flags, const float *row_scales, long row_groups,
-                                      int nthreads, int slot) {
-    struct linear_args a = {.x = x, .w = w, .bias = bias, .y = y, .ldx = ldx, .m = m, .n = n, .k = k,
-                            .kq = padded_depth(k, bf16) / 4, .bf16 = bf16, .gated = gated, .glu = {slope, limit, shift},
-                            .wide = wide, .form = form, .scales = scales, .rows = MR_MAX, .xp = x, .slot = slot,
+/* how it is computed; a plan is valid until the next one of its slot */
+static struct linear_args plan_linear(const struct linear *call, int nthreads, int slot) {
+    struct linear_args a = {.kq = padded_depth(call->k, call->bf16) / 4, .rows = MR_MAX, .xp = call->x, .slot = slot,
                             .run = linear_block};
+    memcpy(&a, call, sizeof *call);
     a.row_size = a.kq * 16;
-    if (form) plan_codes(&a, scaled, flags, row_scales, row_groups);
+    if (a.form) plan_codes(&a);
 #ifdef AMX
-    if (!form && bf16) {
+    if (!a.form && a.bf16) {
         a.amx = 1, a.rows = AMX_ROWS, a.row_size = a.kq * 8, a.run = amx_bf16_block;
     }
 #endif
-    a.tiles = ceil_div(m, a.rows);
-    if (a.amx) a.rows = ceil_div(m, a.tiles);
-    int as_it_is = m == 1 && !a.digits && k == a.kq * 4 && (a.amx || !bf16);
+    a.tiles = ceil_div(a.m, a.rows);
+    if (a.amx) a.rows = ceil_div(a.m, a.tiles);
+    int as_it_is = a.m == 1 && !a.digits && a.k == a.kq * 4 && (a.amx || !a.bf16);
     if (!as_it_is) a.xp = scratch(PACKED + slot, (size_t)(a.tiles * a.rows * a.row_size / 4));
-    long span = gated ? 2 : 1;
-    a.panels = ceil_div(n, NR);
+    long span = a.gated ? 2 : 1;
+    a.panels = ceil_div(a.n, NR);
     a.group = (a.tiles == 1 || a.coarse ? GROUP : 2) / span; /* one row tile: wide tasks; more: keep the panels in L1 */
     while (a.group > 1 && ceil_div(a.panels, a.group) < 4 * nthreads) a.group /= 2;
     a.block = max_l(2, (384 << 10) / (a.rows * a.row_size)); /* row tiles that stay in L2 with a stream of panels */
     a.block = ceil_div(a.tiles, ceil_div(a.tiles, a.block)); /* equal ones: threads share them */
-    a.nthreads = (double)m * (double)n * (double)k * span < 65536.0 ? 1 : nthreads;
+    a.nthreads = (double)a.m * (double)a.n * (double)a.k * span < 65536.0 ? 1 : nthreads;
     return a;
 }
 
@@ -395,15 +380,11 @@ static void multiply(struct linear_args *a) {
     parallel(ceil_div(a->tiles, a->block) * ceil_div(a->panels, a->group), a->nthreads, linear_blocks, a);
 }
 
-/* y[m, n] = x[m, k] @ W^T (+ bias), or what `glu` makes of a gated weight's rows; n counts the columns of y.
- * wide: y is fp32 although the storage is bf16.  form: that of a quantised W, with a scale (and an offset, if
- * `flags` says so) for every `scaled` weights of a row; else 0.  row_scales: fp32 [m][row_groups], or 0. */
-void ssd_linear(const void *x, long ldx, const void *w, const void *bias, void *y, long m, long n, long k, int bf16,
-                int gated, float slope, float limit, float shift, int wide, int form, const void *scales, long scaled,
-                int flags, const float *row_scales, long row_groups, int nthreads) {
-    if (m <= 0 || n <= 0) return;
-    struct linear_args a = plan_linear(x, ldx, w, bias, y, m, n, k, bf16, gated, slope, limit, shift, wide, form, scales,
-                                       scaled, flags, row_scales, row_groups, nthreads, 0);
-    pack_all(&a, nthreads);
+int ssd_linear(const void *given, int threads) {
+    const struct linear *call = given;
+    if (call->m <= 0 || call->n <= 0) return 0;
+    struct linear_args a = plan_linear(call, threads, 0);
+    pack_all(&a, threads);
     multiply(&a);
+    return 0;
 }

@@ -45,13 +45,7 @@ static void add_residual(float *x, void *residual, long at, long d, int bf16) {
 }
 
 struct norm_args {
-    const void *x;
-    void *residual;
-    const void *w;
-    void *out;
-    long ldx, d;
-    float eps;
-    int bf16, w_bf16; /* types of the rows and of the weights */
+    struct rms_norm; /* the call */
     const struct linear_args *next; /* as in linear_args */
 };
 
@@ -73,9 +67,9 @@ static void norm_rows(void *given, long begin, long end) {
     }
 }
 
-/* out[m, d] = norm(x) * w; with a residual[m, d]: residual += x, and its norm */
-void ssd_rms_norm(const void *x, long ldx, void *residual, const void *w, void *out, long m, long d, float eps,
-                  int bf16, int w_bf16, int nthreads) {
-    struct norm_args a = {x, residual, w, out, ldx, d, eps, bf16, w_bf16, following};
-    parallel(m, m * d < ALONE / 2 ? 1 : nthreads, norm_rows, &a);
+int ssd_rms_norm(const void *given, int threads) {
+    struct norm_args a = {.next = following};
+    memcpy(&a, given, sizeof(struct rms_norm));
+    parallel(a.m, a.m * a.d < ALONE / 2 ? 1 : threads, norm_rows, &a);
+    return 0;
 }

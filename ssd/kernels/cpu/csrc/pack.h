@@ -26,15 +26,8 @@ INLINE long packed_row(long panel, long j, long n, int gated) {
     return row < n / 2 ? row + (panel % 2) * (n / 2) : -1;
 }
 
-struct pack_args {
-    const void *w;
-    void *out;
-    long ldw, n, k;
-    int bf16, gated;
-};
-
 static void pack_panels(void *given, long begin, long end) {
-    const struct pack_args *a = given;
+    const struct pack *a = given;
     long kp = padded_depth(a->k, a->bf16);
     size_t bytes = (size_t)(NR * kp * (a->bf16 ? 2 : 4));
     for (long p = begin; p < end; p++) {
@@ -63,27 +56,28 @@ void ssd_use_huge_pages(void *memory, long bytes) {
 #endif
 }
 
-void ssd_pack(const void *w, long ldw, void *out, long n, long k, int bf16, int gated, int nthreads) {
-    long bytes = ssd_packed_bytes(n, k, bf16, gated);
-    ssd_use_huge_pages(out, bytes);
-    struct pack_args a = {w, out, ldw, n, k, bf16, gated};
-    parallel(bytes / (NR * padded_depth(k, bf16) * (bf16 ? 2 : 4)), nthreads, pack_panels, &a);
+int ssd_pack(const void *given, int threads) {
+    const struct pack *call = given;
+    long bytes = ssd_packed_bytes(call->n, call->k, call->bf16, call->gated);
+    ssd_use_huge_pages(call->out, bytes);
+    long panel = NR * padded_depth(call->k, call->bf16) * (call->bf16 ? 2 : 4);
+    parallel(bytes / panel, threads, pack_panels, (void *)given);
+    return 0;
 }
 
 long ssd_panel_columns(void) { return NR; }
 
-/* rows of a packed (not gated) weight [n, k]: out[t] = W[ids[t]]; spares a tied embedding its second copy */
-int ssd_embedding(const void *w, const void *ids, int ids64, void *out, long tokens, long n, long k, int bf16) {
-    long kp = padded_depth(k, bf16);
-    for (long t = 0; t < tokens; t++) {
-        long row = int_at(ids, t, ids64), j = row % NR;
-        if (outside(row, n)) return 1;
-        if (bf16) {
-            const uint16_t *src = (const uint16_t *)w + row / NR * NR * kp;
-            for (long i = 0; i < k; i++) ((uint16_t *)out)[t * k + i] = src[bf16_place(i, j)];
+static int dense_embedding(const struct embedding *a) {
+    long kp = padded_depth(a->k, a->bf16), k = a->k;
+    for (long t = 0; t < a->tokens; t++) {
+        long row = int_at(a->ids, t, a->ids64), j = row % NR;
+        if (outside(row, a->n)) return 1;
+        if (a->bf16) {
+            const uint16_t *src = (const uint16_t *)a->w + row / NR * NR * kp;
+            for (long i = 0; i < k; i++) ((uint16_t *)a->out)[t * k + i] = src[bf16_place(i, j)];
         } else {
-            const float *src = (const float *)w + row / NR * NR * kp + j;
-            for (long i = 0; i < k; i++) ((float *)out)[t * k + i] = src[i * NR];
+            const float *src = (const float *)a->w + row / NR * NR * kp + j;
+            for (long i = 0; i < k; i++) ((float *)a->out)[t * k + i] = src[i * NR];
         }
     }
     return 0;

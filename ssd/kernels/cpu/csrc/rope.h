@@ -1,18 +1,4 @@
 /* rope_and_store */
-struct rope_args {
-    const void *qkv;
-    long ldqkv;
-    const void *positions, *slots;
-    int positions64, slots64;
-    const float *cos, *sin;
-    const void *q_weight, *k_weight;
-    float eps;
-    void *q_out, *k_cache, *v_cache;
-    long heads, kv_heads, d;
-    int bf16, kv;
-    float k_scale, v_scale;
-};
-
 static void rotate(float *restrict out, const float *restrict x, const float *cos, const float *sin, long half) {
     for (long i = 0; i < half; i++) {
         out[i] = x[i] * cos[i] - x[i + half] * sin[i];
@@ -21,13 +7,13 @@ static void rotate(float *restrict out, const float *restrict x, const float *co
 }
 
 /* n numbers of the model's type to a cache; to one in e4m3 divided by their scale */
-static void store_kv(const struct rope_args *a, void *cache, long at, float *x, long n, float scale) {
+static void store_kv(const struct rope_and_store *a, void *cache, long at, float *x, long n, float scale) {
     if (a->kv == E4M3)
         for (long i = 0; i < n; i++) x[i] = (a->bf16 ? round_bf16(x[i]) : x[i]) / scale;
     store_row(cache, at, x, n, a->kv);
 }
 
-static void rope_token(const struct rope_args *a, long t) {
+static void rope_token(const struct rope_and_store *a, long t) {
     long d = a->d, half = d / 2;
     float *x = scratch(ROWS, (size_t)(2 * d)), *rotated = x + d;
     long position = int_at(a->positions, t, a->positions64), slot = int_at(a->slots, t, a->slots64);
@@ -57,16 +43,13 @@ static void rope_tokens(void *given, long begin, long end) {
     for (long t = begin; t < end; t++) rope_token(given, t);
 }
 
-/* max_position: rows of cos and sin; cache_slots: those of a cache */
-int ssd_rope_and_store(const void *qkv, long ldqkv, const void *positions, int positions64, const void *slots,
-                       int slots64, const float *cos, const float *sin, const void *q_weight, const void *k_weight,
-                       float eps, void *q_out, void *k_cache, void *v_cache, long tokens, long heads, long kv_heads,
-                       long d, long max_position, long cache_slots, int bf16, int kv, float k_scale, float v_scale,
-                       int nthreads) {
-    for (long t = 0; t < tokens; t++)
-        if (outside(int_at(positions, t, positions64), max_position) || int_at(slots, t, slots64) >= cache_slots) return 1;
-    struct rope_args a = {qkv,     ldqkv,   positions, slots,    positions64, slots64, cos, sin,     q_weight, k_weight, eps,
-                          q_out,   k_cache, v_cache,   heads,    kv_heads,    d,       bf16, kv,     k_scale,  v_scale};
-    parallel(tokens, tokens * (heads + 2 * kv_heads) * d < 2 * ALONE ? 1 : nthreads, rope_tokens, &a);
+int ssd_rope_and_store(const void *given, int threads) {
+    const struct rope_and_store *a = given;
+    for (long t = 0; t < a->tokens; t++)
+        if (outside(int_at(a->positions, t, a->positions64), a->max_position) ||
+            int_at(a->slots, t, a->slots64) >= a->cache_blocks * a->block_size)
+            return 1;
+    int few = a->tokens * (a->heads + 2 * a->kv_heads) * a->d < 2 * ALONE;
+    parallel(a->tokens, few ? 1 : threads, rope_tokens, (void *)given);
     return 0;
 }

@@ -12,9 +12,6 @@ typedef uint64_t vq __attribute__((vector_size(VL * 4)));
 typedef float vh __attribute__((vector_size(VL * 2)));
 typedef float vh_mem __attribute__((vector_size(VL * 2), aligned(4), may_alias));
 
-struct generator {
-    uint64_t golden, mix1, mix2;
-};
 
 /* 1 + u of the tokens from one whose counter (key + token * golden) is `first` */
 INLINE vd noise_uniform(uint64_t first, const struct generator *g) {
@@ -75,10 +72,8 @@ static void gumbel_span(float *out, uint64_t first, long n, const struct generat
 }
 
 struct gumbel_args {
-    const int64_t *keys;
-    float *out;
-    long vocab, chunks; /* of a row */
-    struct generator g;
+    struct gumbel; /* the call */
+    long chunks;   /* of a row */
 };
 
 static void gumbel_chunks(void *given, long begin, long end) {
@@ -90,32 +85,25 @@ static void gumbel_chunks(void *given, long begin, long end) {
     }
 }
 
-void ssd_gumbel(const int64_t *keys, float *out, long rows, long vocab, int64_t golden, int64_t mix1, int64_t mix2,
-                int nthreads) {
-    struct gumbel_args a = {keys, out, vocab, ceil_div(vocab, NOISE_CHUNK),
-                            {(uint64_t)golden, (uint64_t)mix1, (uint64_t)mix2}};
-    parallel(rows * a.chunks, rows * vocab < NOISE_ALONE ? 1 : nthreads, gumbel_chunks, &a);
+int ssd_gumbel(const void *given, int threads) {
+    const struct gumbel *call = given;
+    struct gumbel_args a = {.chunks = ceil_div(call->vocab, NOISE_CHUNK)};
+    memcpy(&a, call, sizeof *call);
+    parallel(a.rows * a.chunks, a.rows * a.vocab < NOISE_ALONE ? 1 : threads, gumbel_chunks, &a);
+    return 0;
 }
 
 /* best
- * The `count` largest scores of each row, in order, the lower token first where they are equal; `excluded` (or NULL): a
- * token of each row that does not count, -1: none.  -inf comes with token 0, and the first token is -1 if the row has no
- * choice: all are -inf, or some are NaN or +inf.
- * With `slots` (-1: padding), rows whose temperature is above 0 have the scores logit / temperature + noise: the seed's key
- * and the temperature are words 0 and 2 of the slot's `columns`, the position is that of the token to choose.  Noise grows
- * with its random bits, so logarithms are computed only in blocks that have bits which could reach the best so far. */
+ * Noise grows with its random bits, so logarithms are computed only in blocks that have bits which could reach the best so
+ * far. */
 #define SCAN 256       /* scores of a block */
 #define BEST_PART 8192 /* scores of a task */
 
 struct best_args {
-    const float *scores;
-    const int32_t *excluded;
-    long ld, vocab, count, parts; /* parts: of a row */
-    const int32_t *slots, *positions, *columns;
-    long words; /* of a slot's columns */
-    struct generator g;
-    int32_t *tokens; /* [rows][parts][count] */
-    float *values;
+    struct best; /* the call */
+    long parts;  /* of a row */
+    int32_t *part_tokens; /* [rows][parts][count] */
+    float *part_values;
     _Atomic float *least; /* [rows]: a score that is not better is none of the best; for speed only */
 };
 
@@ -201,31 +189,33 @@ static void best_parts(void *given, long begin, long end) {
             key = mixed(key + (uint64_t)a->positions[row] * a->g.golden, &a->g);
         }
         best_of_part(a->scores + row * a->ld, first, min_l(a->vocab, first + BEST_PART), a->count,
-                     a->excluded ? a->excluded[row] : -1, temperature, key, &a->g, a->tokens + i * a->count,
-                     a->values + i * a->count, a->least + row);
+                     a->excluded ? a->excluded[row] : -1, temperature, key, &a->g, a->part_tokens + i * a->count,
+                     a->part_values + i * a->count, a->least + row);
     }
 }
 
-void ssd_best(const float *scores, long ld, const int32_t *excluded, int32_t *tokens, float *values, long rows,
-              long vocab, long count, const int32_t *slots, const int32_t *positions, const int32_t *columns, long words,
-              int64_t golden, int64_t mix1, int64_t mix2, int nthreads) {
-    if (count < 1 || rows < 1) return;
-    struct best_args a = {.scores = scores, .excluded = excluded, .ld = ld, .vocab = vocab, .count = count,
-                          .parts = ceil_div(vocab, BEST_PART), .slots = slots, .positions = positions,
-                          .columns = columns, .words = words, .g = {(uint64_t)golden, (uint64_t)mix1, (uint64_t)mix2}};
+int ssd_best(const void *given, int threads) {
+    const struct best *call = given;
+    const long rows = call->rows, count = call->count;
+    if (count < 1 || rows < 1) return 0;
+    struct best_args a = {.parts = ceil_div(call->vocab, BEST_PART)};
+    memcpy(&a, call, sizeof *call);
     long found = rows * a.parts * count;
-    a.values = scratch(SUMS, (size_t)(2 * found + rows));
-    a.tokens = (int32_t *)(a.values + found);
-    a.least = (_Atomic float *)(a.tokens + found);
+    a.part_values = scratch(SUMS, (size_t)(2 * found + rows));
+    a.part_tokens = (int32_t *)(a.part_values + found);
+    a.least = (_Atomic float *)(a.part_tokens + found);
     for (long row = 0; row < rows; row++) a.least[row] = -INFINITY;
-    parallel(rows * a.parts, rows * vocab < 32768 ? 1 : nthreads, best_parts, &a);
+    parallel(rows * a.parts, rows * a.vocab < 32768 ? 1 : threads, best_parts, &a);
+    int32_t *tokens = call->tokens;
+    float *values = call->values;
     for (long row = 0; row < rows; row++, tokens += count, values += count) {
         int none = 0;
         for (long i = 0; i < count; i++) tokens[i] = 0, values[i] = -INFINITY;
         for (long i = row * a.parts * count; i < (row + 1) * a.parts * count; i++) {
-            none |= a.tokens[i] < 0;
-            if (a.values[i] > values[count - 1]) insert(a.values[i], a.tokens[i], count, tokens, values);
+            none |= a.part_tokens[i] < 0;
+            if (a.part_values[i] > values[count - 1]) insert(a.part_values[i], a.part_tokens[i], count, tokens, values);
         }
         if (none || values[0] == -INFINITY) tokens[0] = -1;
     }
+    return 0;
 }

@@ -8,8 +8,8 @@
  * Storage is fp32 or bf16 (flag `bf16`); a KV cache may be in e4m3 instead (`kv`, a storage type).  Arithmetic is fp32,
  * or integers where that is said.  "ld*" arguments are row strides in elements.
  *
- * Numbers in tensors that are used as indices (token ids, positions, slots, blocks, rows) are checked: a function that
- * returns an int returns 0, or 1 if it was given one that is out of range.  Shapes are the caller's business.
+ * Numbers in tensors that are used as indices (token ids, positions, slots, blocks, rows) are checked: see kernels.h, which
+ * describes the calls.  Shapes are the caller's business.
  */
 #include <limits.h>
 #include <math.h>
@@ -27,6 +27,7 @@
 #include <unistd.h>
 #endif
 
+#include "kernels.h"
 #include "vectors.h"
 #include "numbers.h"
 #include "team.h"

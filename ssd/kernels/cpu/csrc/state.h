@@ -1,157 +1,155 @@
-/* rounds: functions of rounds.py
- * -1 is padding: as a row's work, as a work's slot, as a logit row, as a work's first row. */
+/* rounds: functions over the state of the sequences */
 /* the token at a position of a sequence: of its text, or of its draft behind that */
 INLINE int32_t token_at(const int32_t *text, const int32_t *draft, long length, long position, long columns, long width) {
     if (position < length) return text[max_l(0, min_l(position, columns - 1))];
     return draft[min_l(position - length, width - 1)];
 }
 
-int ssd_prepare_rows(const int32_t *row_work, const int32_t *slots, const int32_t *starts, const int32_t *query_start,
-                     const int32_t *logit_rows, const int32_t *length, const int32_t *token_ids, const int32_t *drafts,
-                     const int32_t *tables, int32_t *tokens, int32_t *positions, int32_t *slot_mapping,
-                     int32_t *context_len, int64_t *gather, int32_t *decided_slot, int32_t *decided,
-                     int32_t *num_drafted, long rows, long works, long logits, long num_slots, long columns, long width,
-                     long table_columns, long block_size) {
-    for (long work = 0; work < works; work++) {
+int ssd_prepare_rows(const void *given, int threads) {
+    const struct prepare_rows *a = given;
+    const int32_t *slots = a->slots, *length = a->length, *query_start = a->query_start;
+    for (long work = 0; work < a->works; work++) {
         long slot = slots[work];
-        context_len[work] = 0;
+        a->context_len[work] = 0;
         if (slot < 0) continue;
-        if (slot >= num_slots || length[slot] < 1 || length[slot] > columns) return 1;
-        long first = starts[work] < 0 ? length[slot] - 1 : starts[work];
-        context_len[work] = (int32_t)(first + query_start[work + 1] - query_start[work]);
+        if (slot >= a->num_slots || length[slot] < 1 || length[slot] > a->columns) return 1;
+        long first = a->starts[work] < 0 ? length[slot] - 1 : a->starts[work];
+        a->context_len[work] = (int32_t)(first + query_start[work + 1] - query_start[work]);
     }
-    for (long row = 0; row < rows; row++) {
-        long work = row_work[row];
-        tokens[row] = positions[row] = 0, slot_mapping[row] = -1;
+    for (long row = 0; row < a->rows; row++) {
+        long work = a->row_work[row];
+        a->tokens[row] = a->positions[row] = 0, a->slot_mapping[row] = -1;
         if (work < 0) continue;
-        if (work >= works || slots[work] < 0) return 1;
-        long slot = slots[work], position = (long)context_len[work] - query_start[work + 1] + row;
+        if (work >= a->works || slots[work] < 0) return 1;
+        long slot = slots[work], position = (long)a->context_len[work] - query_start[work + 1] + row;
         if (position < 0) return 1;
-        long block = position / block_size;
-        const int32_t *table = tables + slot * table_columns;
-        tokens[row] = token_at(token_ids + slot * columns, drafts + slot * width, length[slot], position, columns, width);
-        positions[row] = (int32_t)position;
-        if (block < min_l(table[0], table_columns - 1))
-            slot_mapping[row] = (int32_t)(table[1 + block] * block_size + position % block_size);
+        long block = position / a->block_size;
+        const int32_t *table = a->tables + slot * a->table_columns;
+        a->tokens[row] = token_at(a->token_ids + slot * a->columns, a->drafts + slot * a->width, length[slot], position,
+                                  a->columns, a->width);
+        a->positions[row] = (int32_t)position;
+        if (block < min_l(table[0], a->table_columns - 1))
+            a->slot_mapping[row] = (int32_t)(table[1 + block] * a->block_size + position % a->block_size);
     }
-    for (long i = 0; i < logits; i++) {
-        long row = max_l(0, logit_rows[i]);
-        if (row >= rows) return 1;
-        long work = logit_rows[i] < 0 ? -1 : row_work[row];
-        gather[i] = row, decided_slot[i] = -1, decided[i] = 1, num_drafted[i] = 0;
+    for (long i = 0; i < a->logits; i++) {
+        long row = max_l(0, a->logit_rows[i]);
+        if (row >= a->rows) return 1;
+        long work = a->logit_rows[i] < 0 ? -1 : a->row_work[row];
+        a->gather[i] = row, a->decided_slot[i] = -1, a->decided[i] = 1, a->num_drafted[i] = 0;
         if (work < 0) continue;
-        decided_slot[i] = slots[work];
-        decided[i] = positions[row] + 1;
-        num_drafted[i] = (int32_t)max_l(0, decided[i] - length[slots[work]]);
+        a->decided_slot[i] = slots[work];
+        a->decided[i] = a->positions[row] + 1;
+        a->num_drafted[i] = (int32_t)max_l(0, a->decided[i] - length[slots[work]]);
     }
     return 0;
 }
 
-int ssd_accept(const int32_t *chosen, const int32_t *slots, const int32_t *first_row, const int32_t *num_logits,
-               int32_t *length, int32_t *token_ids, const int32_t *drafts, int32_t *num_accepted,
-               const int32_t *origin, int32_t *out, long rows, long works, long num_slots, long columns, long width,
-               long vocab) {
-    for (long work = 0; work < works; work++) {
-        long slot = slots[work], first = first_row[work], count = num_logits[work], accepted = 0;
-        int32_t *row = out + work * (3 + 2 * width), *new_tokens = row + 2;
+int ssd_accept(const void *given, int threads) {
+    const struct accept *a = given;
+    const long width = a->width;
+    int32_t *length = a->length;
+    for (long work = 0; work < a->works; work++) {
+        long slot = a->slots[work], first = a->first_row[work], count = a->num_logits[work], accepted = 0;
+        int32_t *row = a->out + work * (3 + 2 * width), *new_tokens = row + 2;
         memset(row, 0, (size_t)(3 + 2 * width) * 4);
         if (first < 0) continue;
-        if (outside(slot, num_slots) || count < 1 || count > width + 1 || first + count > rows) return 1;
+        if (outside(slot, a->num_slots) || count < 1 || count > width + 1 || first + count > a->rows) return 1;
         if (length[slot] < 0) return 1;
-        const int32_t *draft = drafts + slot * width;
-        int32_t *text = token_ids + slot * columns;
-        for (long i = 0; i < count; i++) new_tokens[i] = (int32_t)min_l(chosen[first + i], vocab - 1);
+        const int32_t *draft = a->drafts + slot * width;
+        int32_t *text = a->token_ids + slot * a->columns;
+        for (long i = 0; i < count; i++) new_tokens[i] = (int32_t)min_l(a->chosen[first + i], a->vocab_size - 1);
         while (accepted < count - 1 && draft[accepted] == new_tokens[accepted]) accepted++;
-        for (long i = 0; i <= accepted && length[slot] < columns; i++) text[length[slot]++] = (int32_t)max_l(new_tokens[i], 0);
-        num_accepted[slot] = (int32_t)accepted;
+        for (long i = 0; i <= accepted && length[slot] < a->columns; i++)
+            text[length[slot]++] = (int32_t)max_l(new_tokens[i], 0);
+        a->num_accepted[slot] = (int32_t)accepted;
         row[0] = (int32_t)accepted + 1;
-        row[1] = origin[slot];
+        row[1] = a->origin[slot];
         memcpy(row + 3 + width, draft, (size_t)(count - 1) * 4);
     }
     return 0;
 }
 
-/* reads: tokens of a sequence that are staged, less one; width: those of a draft */
-int ssd_stage(const int32_t *slots, const int32_t *num_drafted, const int32_t *length, const int32_t *token_ids,
-              const int32_t *drafts, const float *confidence, const int32_t *origin, int32_t *computed, int32_t *first,
-              int32_t *count, int32_t *tokens, float *verified, int32_t *hit, long sequences, long num_slots, long columns,
-              long width, long reads, long hit_origin, long vocab, int fork) {
-    for (long i = 0; i < sequences; i++) {
-        long slot = slots[i], size, begin;
-        if (outside(slot, num_slots)) return 1;
-        size = length[slot], begin = size - 1;
-        if (!fork) begin = max_l(min_l(computed[slot], begin), size - reads);
-        first[i] = (int32_t)begin, count[i] = (int32_t)(size - begin + num_drafted[i]);
+int ssd_stage(const void *given, int threads) {
+    const struct stage *a = given;
+    const long width = a->width, reads = a->reads;
+    for (long i = 0; i < a->sequences; i++) {
+        long slot = a->slots[i], size, begin;
+        if (outside(slot, a->num_slots)) return 1;
+        size = a->length[slot], begin = size - 1;
+        if (!a->fork) begin = max_l(min_l(a->computed[slot], begin), size - reads);
+        a->first[i] = (int32_t)begin, a->count[i] = (int32_t)(size - begin + a->num_drafted[i]);
+        const int32_t *text = a->token_ids + slot * a->columns, *draft = a->drafts + slot * width;
         for (long j = 0; j <= reads; j++) {
-            long token = token_at(token_ids + slot * columns, drafts + slot * width, size, begin + j, columns, width);
-            tokens[i * (reads + 1) + j] = (int32_t)min_l(token, vocab - 1);
+            long token = token_at(text, draft, size, begin + j, a->columns, width);
+            a->tokens[i * (reads + 1) + j] = (int32_t)min_l(token, a->vocab_size - 1);
         }
-        computed[slot] = first[i] + count[i];
-        if (!fork) continue;
-        memcpy(verified + i * width, confidence + slot * width, (size_t)width * 4);
-        hit[i] = origin[slot] == hit_origin;
+        a->computed[slot] = a->first[i] + a->count[i];
+        if (!a->fork) continue;
+        memcpy(a->verified_confidence + i * width, a->confidence + slot * width, (size_t)width * 4);
+        a->hit[i] = a->origin[slot] == a->hit_origin;
     }
     return 0;
 }
 
-/* depth: tokens of a branch behind its first; branches: of a sequence, whose chains have ld numbers each */
-int ssd_look_up(const int32_t *slots, const int32_t *after, const int32_t *chain, const float *chain_confidence,
-                const int32_t *length, const int32_t *token_ids, const int32_t *num_accepted, int32_t *drafts,
-                float *confidence, int32_t *origin, int32_t *rows, long sequences, long branches, long ld_after, long ld,
-                long depth, long num_slots, long columns, long width, long hit, long miss) {
-    for (long i = 0; i < sequences; i++, after += ld_after) {
-        long slot = slots[i], found = -1, exact = 0;
-        if (outside(slot, num_slots) || depth > width || depth >= ld) return 1;
-        int32_t last = length[slot] < 1 ? -1 : token_ids[slot * columns + min_l(length[slot], columns) - 1];
+int ssd_look_up(const void *given, int threads) {
+    const struct look_up *a = given;
+    const long width = a->width, branches = a->branches, ld = a->ld, depth = a->depth;
+    const int32_t *after = a->after;
+    for (long i = 0; i < a->sequences; i++, after += a->ld_after) {
+        long slot = a->slots[i], found = -1, exact = 0;
+        if (outside(slot, a->num_slots) || depth > width || depth >= ld) return 1;
+        long length = a->length[slot];
+        int32_t last = length < 1 ? -1 : a->token_ids[slot * a->columns + min_l(length, a->columns) - 1];
         for (long b = 0; b < branches && !exact; b++) {
-            if (after[b] != num_accepted[slot]) continue;
-            exact = chain[(i * branches + b) * ld] == last;
+            if (after[b] != a->num_accepted[slot]) continue;
+            exact = a->chain[(i * branches + b) * ld] == last;
             if (exact || found < 0) found = b;
         }
         long row = i * branches + max_l(found, 0);
-        memset(confidence + slot * width, 0, (size_t)width * 4);
-        origin[slot] = (int32_t)(exact ? hit : miss), rows[i] = (int32_t)row;
-        if (found >= 0) memcpy(drafts + slot * width, chain + row * ld + 1, (size_t)depth * 4);
-        if (exact) memcpy(confidence + slot * width, chain_confidence + row * ld + 1, (size_t)depth * 4);
+        float *confidence = a->confidence + slot * width;
+        memset(confidence, 0, (size_t)width * 4);
+        a->origin[slot] = (int32_t)(exact ? a->hit : a->miss), a->rows[i] = (int32_t)row;
+        if (found >= 0) memcpy(a->drafts + slot * width, a->chain + row * ld + 1, (size_t)depth * 4);
+        if (exact) memcpy(confidence, a->chain_confidence + row * ld + 1, (size_t)depth * 4);
     }
     return 0;
 }
 
-int ssd_store(const int32_t *slots, const int32_t *chain, const float *chain_confidence, int32_t *drafts, float *confidence,
-              int32_t *origin, long sequences, long ld, long count, long num_slots, long width, long value) {
-    for (long i = 0; i < sequences; i++) {
-        long slot = slots[i];
-        if (outside(slot, num_slots) || count > width || count > ld) return 1;
-        memcpy(drafts + slot * width, chain + i * ld, (size_t)count * 4);
-        memcpy(confidence + slot * width, chain_confidence + i * ld, (size_t)count * 4);
-        origin[slot] = (int32_t)value;
+int ssd_store(const void *given, int threads) {
+    const struct store *a = given;
+    for (long i = 0; i < a->sequences; i++) {
+        long slot = a->slots[i];
+        if (outside(slot, a->num_slots) || a->count > a->width || a->count > a->ld) return 1;
+        memcpy(a->drafts + slot * a->width, a->chain + i * a->ld, (size_t)a->count * 4);
+        memcpy(a->confidence + slot * a->width, a->chain_confidence + i * a->ld, (size_t)a->count * 4);
+        a->origin[slot] = (int32_t)a->value;
     }
     return 0;
 }
 
-/* after: [sequences][branches], or NULL: then every sequence has one row */
-void ssd_extend_rows(const int32_t *slots, const int32_t *first, const int32_t *count, const int32_t *after,
-                     const int32_t *chain, int32_t *tokens, int32_t *positions, int32_t *mapping, int32_t *decided,
-                     int32_t *row_slots, long rows, long branches, long ld_after, long ld, long depth, long reads,
-                     long first_slot, long slots_per_branch, long vocab) {
-    for (long row = 0; row < rows; row++) {
-        long i = row / branches, read = after ? after[i * ld_after + row % branches] + 1 : min_l(count[i], reads);
-        tokens[row] = (int32_t)min_l(chain[row * ld + depth], vocab - 1);
-        positions[row] = (int32_t)(first[i] + read + depth);
-        mapping[row] = (int32_t)(first_slot + row * slots_per_branch + depth);
-        decided[row] = positions[row] + 1;
-        row_slots[row] = slots[i];
+int ssd_extend_rows(const void *given, int threads) {
+    const struct extend_rows *a = given;
+    for (long row = 0; row < a->rows; row++) {
+        long i = row / a->branches;
+        long read = a->after ? a->after[i * a->ld_after + row % a->branches] + 1 : min_l(a->count[i], a->reads);
+        a->tokens[row] = (int32_t)min_l(a->chain[row * a->ld + a->depth], a->vocab_size - 1);
+        a->positions[row] = (int32_t)(a->first[i] + read + a->depth);
+        a->slot_mapping[row] = (int32_t)(a->first_slot + row * a->slots_per_branch + a->depth);
+        a->decided[row] = a->positions[row] + 1;
+        a->row_slots[row] = a->slots[i];
     }
+    return 0;
 }
 
 /* The first of `found` tokens of each row, and by how much its score is the largest; -inf less -inf, where there is no token
  * at all, is 0. */
-void ssd_keep_best(const int32_t *best, const float *scores, int32_t *chain, float *confidence, long rows, long found,
-                   long ld, long column, float most) {
-    const float lowest = -1e38f;
-    for (long row = 0; row < rows; row++, best += found, scores += found) {
+int ssd_keep_best(const void *given, int threads) {
+    const struct keep_best *a = given;
+    const float lowest = -1e38f, *scores = a->scores;
+    for (long row = 0; row < a->rows; row++, scores += a->found) {
         float margin = (scores[0] < lowest ? lowest : scores[0]) - (scores[1] < lowest ? lowest : scores[1]);
-        chain[row * ld + column] = (int32_t)max_l(best[0], 0);
-        confidence[row * ld + column] = margin > most ? most : margin;
+        a->chain[row * a->ld + a->column] = (int32_t)max_l(a->best[row * a->found], 0);
+        a->confidence[row * a->ld + a->column] = margin > a->max_confidence ? a->max_confidence : margin;
     }
+    return 0;
 }
