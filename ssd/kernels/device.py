@@ -12,14 +12,15 @@ from ssd.kernels.ops import Ops
 
 
 class Kernels(NamedTuple):
-    """Modules, and functions, of the same interface on all devices; None: the caller computes it in plain torch."""
+    """Functions of the same interface on all devices; None: the caller computes it in plain torch."""
 
     ops: Callable[[], Ops]  # makes the operations of a model
     rounds: Any  # functions of `ssd.kernels.triton.rounds`
     features: Any  # functions of `ssd.kernels.triton.features`
-    sampling: Any = None  # functions of `ssd.kernels.triton.sampling`
+    sampling: Any  # functions of `ssd.kernels.triton.sampling`
     add_parts: Callable[..., torch.Tensor] | None = None  # `ssd.kernels.triton.elementwise.add_parts`
     draft_table: Any = None  # functions of `ssd.kernels.triton.draft_table`, for rounds in flight
+    build: str = ""  # hash of the machine code of a CPU's kernels
 
 
 def kernels(device: torch.device) -> Kernels:
@@ -40,11 +41,12 @@ def _cpu_kernels() -> Kernels:
     from ssd.kernels.cpu import features, library
     from ssd.kernels.cpu.ops import CpuOps
     from ssd.kernels.cpu.rounds import Rounds
+    from ssd.kernels.cpu.sampling import Sampling
 
     compiled = library.load()
-    return Kernels(lambda: CpuOps(compiled), Rounds(compiled), features)
+    return Kernels(lambda: CpuOps(compiled), Rounds(compiled), features, Sampling(compiled), build=compiled.build)
 
 
 def name_of(ops: Ops) -> str:
     """The kind of kernels, in words."""
-    return {"TritonOps": "Triton", "CpuOps": "C"}.get(type(ops).__name__, "plain torch")
+    return {"TritonOps": "Triton", "CpuOps": "C"}[type(ops).__name__]

@@ -1,7 +1,7 @@
 """The interface between the decoder and the kernels of a device.
 
-Three implementations: plain torch (`reference`), C on the CPU (`cpu`), Triton on CUDA (`triton`). The latter two
-are *row-invariant*: a row's bits never depend on how many rows are computed together, nor on which.
+Two implementations: C on the CPU (`cpu`), Triton on CUDA (`triton`). Both are *row-invariant*: a row's bits never
+depend on how many rows are computed together, nor on which.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # `ssd --help` lists shapes, and does not need torch
     import torch
 
     from ssd.kernels.codes import Codes
+    from ssd.kernels.cpu.recording import Recordings
     from ssd.kernels.weights import Routing, RowRounding, Weight
 
 
@@ -114,6 +115,9 @@ class ExpertOutputs(NamedTuple):
 class Ops(Protocol):
     """Weights are passed to `prepare` once, which makes objects of them that multiply; x is always [rows, width]."""
 
+    def recordings(self) -> Recordings | None:
+        """A place for recordings of its calls; None: there are none, calls are captured in CUDA graphs."""
+
     def reserve(self, heads: Seq[HeadShape], device: torch.device) -> None:
         """Allocates the scratch of `attention` in layers with these heads, whatever their windows."""
 
@@ -206,6 +210,9 @@ class Ops(Protocol):
 
 class SharedOps:
     """What implementations of `Ops` have in common, unless they have a kernel for it."""
+
+    def recordings(self) -> Recordings | None:
+        return None
 
     def plan(self, batch: DeviceBatch, heads: HeadShape, k_cache: torch.Tensor) -> None:
         return

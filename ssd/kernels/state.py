@@ -1,13 +1,17 @@
-"""The columns of the SequenceState (`ssd.execution.state`), as kernels of rounds take them."""
+"""The columns of the SequenceState (`ssd.execution.state`), as kernels of rounds and of the sampler take them."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 import torch
 
 from ssd.kernels.cpu.calls import LAYOUTS
+
+HAS_BIAS, HAS_COUNTS = 1, 2  # bits of `Columns.flags`
+IN_PROMPT, IS_STOP, ONE_OUTPUT = 1, 2, 4  # of `Columns.counts`
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,3 +31,21 @@ class StateView:
         num_slots, columns = self.token_ids.shape
         own = {field.name: getattr(self, field.name).data_ptr() for field in fields(self)}
         return LAYOUTS["state"].pack(**own, num_slots=num_slots, columns=columns, width=self.drafts.shape[1])
+
+
+class Columns(Protocol):
+    """The parameters of every slot, see `ssd.sampling.sampler.SamplingColumns`."""
+
+    packed: torch.Tensor  # int32 [slots, words]: words 0 and 1 are the seed's key, word 2 the temperature (float32)
+    seed_key: torch.Tensor
+    temperature: torch.Tensor
+    log_min_p: torch.Tensor
+    top_p: torch.Tensor
+    top_k: torch.Tensor
+    repetition: torch.Tensor
+    presence: torch.Tensor
+    frequency: torch.Tensor
+    min_length: torch.Tensor
+    flags: torch.Tensor
+    bias: torch.Tensor | None
+    counts: torch.Tensor | None

@@ -13,14 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import cast
 
 import torch
 
 from ssd.errors import ConfigError, UnsupportedModel
-from ssd.kernels.cpu.ops import CpuOps
-from ssd.kernels.cpu.recording import Recordings
-from ssd.kernels.ops import DeviceBatch, ExpertOutputs, HeadShape
-from ssd.kernels.reference import ReferenceOps
+from ssd.kernels.ops import DeviceBatch, ExpertOutputs, HeadShape, Ops, SharedOps
 from ssd.kernels.weights import Rows
 from ssd.layers.attention import GQA, LayerKV
 from ssd.layers.experts import Experts
@@ -115,9 +113,7 @@ class Decoder:
         self.kv_groups, self._windowed = config.kv_groups(windowed=windowed), windowed
         self._group_of = {i: g for g, group in enumerate(self.kv_groups) for i in group.layers}  # by layer
         self._run: Seq[int] = range(len(self.layers))  # the layers of a forward pass
-        self.recordings: Recordings | None = None  # of forward passes on a CPU
-        if isinstance(build.ops, CpuOps) and self.tp.group is None:
-            self.recordings = Recordings(build.ops.kernels.repeat)
+        self.recordings = build.ops.recordings() if self.tp.group is None else None  # of forward passes on a CPU
 
     def _make_layers(self, build: Build) -> Seq[DecoderLayer]:
         return [
@@ -304,7 +300,7 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def outline(dtype: torch.dtype = torch.float32, format_of: FormatOf = dense) -> Build:
     """For a decoder that is never loaded: its tensors' names, shapes and bytes are what is asked for."""
-    return Build(ReferenceOps(), torch.device("cpu"), dtype, format_of=format_of)
+    return Build(cast(Ops, SharedOps()), torch.device("cpu"), dtype, format_of=format_of)
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

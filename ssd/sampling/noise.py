@@ -12,7 +12,6 @@ from enum import IntEnum
 
 import torch
 
-from ssd.kernels.cpu import library
 from ssd.kernels.device import kernels
 
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
@@ -73,20 +72,8 @@ def gumbel(keys: Sequence[int], vocab_size: int, device: torch.device) -> torch.
 
 def gumbel_of(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """`gumbel` of keys on the device."""
-    sampling = kernels(keys.device).sampling
-    if sampling is not None:
-        found: torch.Tensor = sampling.gumbel(keys, vocab_size, *constants())
-        return found
-    return library.load().gumbel(keys.contiguous(), vocab_size, *constants())
-
-
-def gumbel_reference(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """`gumbel_of` in plain torch, where there is no kernel: equal up to the rounding of a logarithm."""
-    x = _mix(torch.arange(vocab_size, dtype=torch.int64, device=keys.device) * signed(_GOLDEN) + keys[:, None])
-    bits = _shift_right(x, 32)
-    # float64: 32 random bits keep their resolution near one.
-    uniform = (bits.to(torch.float64) + 0.5) * 2.0**-32
-    return uniform.log_().neg_().log_().neg_().to(torch.float32)
+    found: torch.Tensor = kernels(keys.device).sampling.gumbel(keys, vocab_size, *constants())
+    return found
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

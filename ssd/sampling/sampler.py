@@ -5,7 +5,7 @@ of logit / temperature + Gumbel noise of (seed, position), so target and draft c
 agree. No floating-point sums (only maxima, integer sums and elementwise arithmetic): a row's result depends neither on
 the other rows nor on the order of a device's additions.
 
-On CUDA everything but `SamplingColumns.set` can be captured in a graph. Elsewhere it is plain torch and numpy.
+On CUDA everything but `SamplingColumns.set` can be captured in a graph.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ import numpy as np
 import torch
 
 from ssd.core import SamplingParams
-from ssd.kernels.cpu import library
-from ssd.kernels.cpu.kernels import Noise
 from ssd.kernels.device import kernels
+from ssd.kernels.state import HAS_BIAS, HAS_COUNTS, IN_PROMPT, IS_STOP, ONE_OUTPUT
 from ssd.kernels.transfers import upload
 from ssd.sampling import noise
 from ssd.sampling.noise import Stream
@@ -31,9 +30,6 @@ MIN_TEMPERATURE = 1e-6  # lower ones (above 0) would overflow float32
 MIN_TOP_P = 2.0**-126  # lower ones keep one token, too, but may be 0 in float32
 MIN_REPETITION = 2.0**-100  # lower ones would overflow float32
 _INT32_MAX = 2**31 - 1
-_PART = 2**17  # logits that are adjusted at a time on a CPU: they stay in its cache
-_HAS_BIAS, _HAS_COUNTS = 1, 2  # bits of `SamplingColumns.flags`
-_IN_PROMPT, _IS_STOP, _ONE_OUTPUT = 1, 2, 4  # of `SamplingColumns.counts`
 
 
 class Needs(NamedTuple):
@@ -52,9 +48,6 @@ class Needs(NamedTuple):
 
 
 ALL_NEEDS = [Needs(truncated, adjusted) for truncated in (False, True) for adjusted in (False, True)]
-
-
-Part = slice | torch.Tensor  # an index of rows
 
 
 class Rows(NamedTuple):
@@ -121,13 +114,13 @@ class SamplingColumns:
         """Writes a sequence's parameters to its slot; `output`: its tokens after the prompt. Does not wait."""
         flags = 0
         if params.logit_bias:
-            flags |= _HAS_BIAS
+            flags |= HAS_BIAS
             upload(self._biases(params.logit_bias), self.allocate_tables()[0][slot])
         if params.penalised or params.min_tokens:
-            flags |= _HAS_COUNTS
-            counts = np.bincount(self._in_vocabulary(output), minlength=self.vocab_size).astype(np.int32) * _ONE_OUTPUT
-            counts[self._in_vocabulary(prompt)] |= _IN_PROMPT
-            counts[self._in_vocabulary(stop_token_ids)] |= _IS_STOP
+            flags |= HAS_COUNTS
+            counts = np.bincount(self._in_vocabulary(output), minlength=self.vocab_size).astype(np.int32) * ONE_OUTPUT
+            counts[self._in_vocabulary(prompt)] |= IN_PROMPT
+            counts[self._in_vocabulary(stop_token_ids)] |= IS_STOP
             upload(counts, self.allocate_tables()[1][slot])
         row = np.zeros(self.packed.shape[1], dtype=np.int32)
         row[:2].view(np.int64)[0] = noise.signed(noise.seed_key(seed))
@@ -148,9 +141,9 @@ class SamplingColumns:
         if self.counts is None:
             return
         slots = slots.long().clamp(min=0)
-        valid = valid & (tokens >= 0) & (tokens < self.vocab_size) & (self.flags[slots] & _HAS_COUNTS > 0)
+        valid = valid & (tokens >= 0) & (tokens < self.vocab_size) & (self.flags[slots] & HAS_COUNTS > 0)
         index = torch.where(valid, slots * self.vocab_size + tokens, 0)
-        self.counts.view(-1).index_add_(0, index, valid.int() * _ONE_OUTPUT)
+        self.counts.view(-1).index_add_(0, index, valid.int() * ONE_OUTPUT)
 
     def _biases(self, given: Mapping[int, float]) -> np.ndarray:
         """A bias for every token. Samples of one request have one mapping, which is read once."""
@@ -177,15 +170,7 @@ class Sampler:
         columns = self.columns
         if columns.counts is None or columns.bias is None:
             return  # no sequence has needed it so far
-        sampling = kernels(logits.device).sampling
-        if sampling is not None:
-            sampling.adjust(logits, columns, *rows)
-            return
-        flags = torch.where(rows.slots < 0, 0, columns.flags[rows.slots.clamp(min=0)])
-        for _, part in self._parts(flags & _HAS_BIAS > 0):
-            logits[part] += columns.bias[rows.slots[part]]
-        for _, part in self._parts(flags & _HAS_COUNTS > 0):
-            logits[part] = self._penalised(logits[part], rows, part, columns.counts[rows.slots[part]])
+        kernels(logits.device).sampling.adjust(logits, columns, *rows)
 
     def mask(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
         """Sets the logits of tokens that are not allowed to -inf, in place.
@@ -193,13 +178,7 @@ class Sampler:
         `masks` int32 [M, V / 32]: bit t % 32 of word t // 32 is set if token t is allowed. `rows` int64 [M]: their rows
         of the logits.
         """
-        sampling = kernels(logits.device).sampling
-        if sampling is not None:
-            sampling.mask(logits, rows, masks)
-            return
-        allowed = np.unpackbits(masks.numpy().view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
-        for row, bits in zip(rows.tolist(), allowed, strict=True):
-            logits[row].numpy()[bits == 0] = -np.inf
+        kernels(logits.device).sampling.mask(logits, rows, masks)
 
     def choose(self, logits: torch.Tensor, rows: Rows, needs: Needs) -> torch.Tensor:
         """The token of every row, -1 if there is no choice: int32 [R]. `needs.adjusted` changes the logits."""
@@ -216,37 +195,28 @@ class Sampler:
         """
         if needs.adjusted:
             self.adjust(logits, rows)
-        sampling = kernels(logits.device).sampling
-        if sampling is not None:
-            found: tuple[torch.Tensor, torch.Tensor] = sampling.best(
-                logits,
-                self.columns,
-                rows.slots,
-                rows.positions,
-                truncated=needs.truncated,
-                count=count,
-                excluded=excluded,
-                constants=noise.constants(),
-            )
-            return found
-        compiled = library.load()
-        if needs.truncated:
-            return compiled.best(self._scores(logits, rows, needs), count, excluded)
-        slots, positions = rows.slots.contiguous(), rows.positions.contiguous()
-        return compiled.best(logits, count, excluded, Noise(slots, positions, self.columns.packed, noise.constants()))
+        found: tuple[torch.Tensor, torch.Tensor] = kernels(logits.device).sampling.best(
+            logits,
+            self.columns,
+            rows.slots,
+            rows.positions,
+            truncated=needs.truncated,
+            count=count,
+            excluded=excluded,
+            constants=noise.constants(),
+        )
+        return found
 
     def distribution(self, logits: torch.Tensor, rows: Rows, needs: Needs) -> torch.Tensor:
         """The distribution of each row: float64 [R, V] (greedy: MIN_TEMPERATURE). `needs.adjusted` changes logits."""
         if needs.adjusted:
             self.adjust(logits, rows)
-        sampling = kernels(logits.device).sampling
-        if sampling is not None and needs.truncated:
-            tempered: torch.Tensor = sampling.tempered(logits, self.columns, rows.slots, MIN_TEMPERATURE)
-            return tempered.double().softmax(-1)
-        temperature = self._temperature(rows).clamp(min=MIN_TEMPERATURE)[:, None]
-        z = (logits - logits.amax(-1, keepdim=True)) / temperature
         if needs.truncated:
-            self._truncate(z, logits, rows)
+            sampling = kernels(logits.device).sampling
+            z: torch.Tensor = sampling.tempered(logits, self.columns, rows.slots, MIN_TEMPERATURE)
+        else:
+            temperature = torch.where(rows.slots < 0, 0.0, self.columns.temperature[rows.slots.clamp(min=0)])
+            z = (logits - logits.amax(-1, keepdim=True)) / temperature.clamp(min=MIN_TEMPERATURE)[:, None]
         return z.double().softmax(-1)
 
     def draw(self, distribution: torch.Tensor, rows: Rows, stream: Stream) -> torch.Tensor:
@@ -255,71 +225,6 @@ class Sampler:
 
     def _keys(self, rows: Rows, stream: Stream) -> torch.Tensor:
         return noise.position_keys(self.columns.seed_key[rows.slots.clamp(min=0)], rows.positions, stream)
-
-    def _temperature(self, rows: Rows) -> torch.Tensor:
-        """float32 [R]; padding is greedy."""
-        return torch.where(rows.slots < 0, 0.0, self.columns.temperature[rows.slots.clamp(min=0)])
-
-    # --- on a CPU ----------------------------------------------------------------------------------------------------
-
-    def _parts(self, chosen: torch.Tensor) -> Iterator[tuple[list[int], Part]]:
-        """Numbers of the chosen rows (bool [R]), some at a time, and an index (a slice if it can be: no copy)."""
-        numbers, size = chosen.nonzero()[:, 0].tolist(), max(1, _PART // self.columns.vocab_size)
-        for part in (numbers[i : i + size] for i in range(0, len(numbers), size)):
-            together = part[-1] - part[0] < len(part)
-            yield part, slice(part[0], part[-1] + 1) if together else torch.tensor(part)
-
-    def _penalised(self, x: torch.Tensor, rows: Rows, part: Part, counts: torch.Tensor) -> torch.Tensor:
-        """The logits [P, V] of some rows with penalties, and without forbidden stop tokens."""
-        columns, slots = self.columns, rows.slots[part]
-        times = counts >> 2
-        if rows.drafts is not None and rows.num_drafted is not None:
-            drafts = rows.drafts[slots].long()
-            drafted = torch.arange(drafts.shape[1]) < rows.num_drafted[part, None]
-            times.scatter_add_(1, torch.where(drafted, drafts, 0), drafted.int())
-        seen = (times > 0) | (counts & _IN_PROMPT > 0)
-        repetition, presence, frequency = (
-            column[slots, None] for column in (columns.repetition, columns.presence, columns.frequency)
-        )
-        x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
-        x -= presence * (times > 0) + frequency * times
-        early = rows.positions[part] < columns.min_length[slots]
-        if early.any():
-            x.masked_fill_((counts & _IS_STOP > 0) & early[:, None], -torch.inf)
-        return x
-
-    def _scores(self, logits: torch.Tensor, rows: Rows, needs: Needs) -> torch.Tensor:
-        """The logits themselves if every row is greedy, otherwise a new tensor."""
-        temperatures = self.columns.temperature.tolist()
-        sampled = [i for i, slot in enumerate(rows.slots.tolist()) if slot >= 0 and temperatures[slot] > 0]
-        if not sampled:
-            return logits
-        temperature = self._temperature(rows)
-        keys = self._keys(rows, Stream.CHOICE)
-        if len(sampled) == len(logits):
-            scores = logits / temperature[:, None]
-            scores += noise.gumbel_of(keys, logits.shape[-1])
-        else:
-            scores, index = logits.clone(), torch.tensor(sampled, dtype=torch.int64, device=logits.device)
-            noisy = logits[index] / temperature[index, None]
-            scores[index] = noisy.add_(noise.gumbel_of(keys[index], logits.shape[-1]))
-        if needs.truncated:
-            self._truncate(scores, logits, rows)
-        return scores
-
-    def _truncate(self, scores: torch.Tensor, logits: torch.Tensor, rows: Rows) -> None:
-        """Sets `scores` to -inf for the tokens that min_p, top_k and top_p drop, in sampled rows."""
-        c, slots, temperature = self.columns, rows.slots.clamp(min=0), self._temperature(rows)
-        wanted = (c.log_min_p[slots] > -math.inf) | (c.top_k[slots] > 0) | (c.top_p[slots] < 1)
-        for numbers, part in self._parts(wanted & (temperature > 0)):
-            x, slot = logits[part], slots[part]
-            largest = x.amax(-1, keepdim=True)
-            z = torch.where(x == largest, 0.0, (x - largest) / temperature[part, None])  # 0 also where all are -inf
-            kept = (z >= c.log_min_p[slot, None]).numpy()
-            keys = (z * -(2.0**20)).clamp(max=2.0**25).int().clamp(min=0, max=2**25 - 1).numpy()
-            limits = c.top_k[slot].tolist(), c.top_p[slot].tolist()
-            for i, distance, key, first, top_k, top_p in zip(numbers, z, keys, kept, *limits, strict=True):
-                scores[i].numpy()[~_kept(distance, key, first, top_k, top_p)] = -np.inf
 
 
 def reweighted(distributions: torch.Tensor, c: float, fan_out: int) -> torch.Tensor:
@@ -342,37 +247,3 @@ def top_logprobs(
     log_p = torch.log_softmax(logits.double(), dim=-1)
     values, ids = log_p.topk(min(count, log_p.shape[-1]), dim=-1)
     return log_p.gather(-1, tokens.long().clamp(min=0)[:, None])[:, 0], ids, values
-
-
-def _kept(z: torch.Tensor, key: np.ndarray, kept: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
-    """Which of the tokens that min_p has kept, then top_k, then top_p keep: bool [V].
-
-    `z` are the logits' distances from the largest. Tokens are ordered by them (`key`, in steps of 2**-20), then by id.
-    Probability masses are integers, 2**32 for the largest; their exponentials are those of a tensor of its own, so that
-    nothing depends on where the row is in the batch.
-    """
-    if top_k > 0:
-        kept &= _first(key, kept.astype(np.float64), top_k)
-    if top_p < 1:
-        mass = (z.clone().exp() * 2.0**32).floor().double().numpy()
-        mass[~kept] = 0.0
-        kept &= _first(key, mass, top_p * float(mass.sum()))
-    return kept
-
-
-def _first(key: np.ndarray, weight: np.ndarray, limit: float) -> np.ndarray:
-    """Tokens, in the order of (key, id), with a total weight below `limit` before them: bool [V].
-
-    Weights are integers with a sum below 2**53, so sums are exact. Only the bin of keys that reaches the limit is
-    sorted.
-    """
-    bins = key >> 15
-    sums = np.bincount(bins, weight, minlength=2**10)
-    before = sums.cumsum() - sums
-    last = int(np.searchsorted(before, limit)) - 1  # the last bin that begins below the limit
-    kept: np.ndarray = bins < last
-    inside = (bins == last).nonzero()[0]
-    inside = inside[key[inside].argsort(kind="stable")]
-    mass = weight[inside]
-    kept[inside[before[last] + mass.cumsum() - mass < limit]] = True
-    return kept

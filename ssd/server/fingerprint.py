@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from ssd import kernels
-from ssd.kernels.cpu import library
+from ssd.kernels import device
 from ssd.llm import LLM
 from ssd.version import VERSION
 
@@ -28,7 +28,7 @@ def system_fingerprint(llm: LLM, *settings: object) -> str:
     types = config.dtype, config.kv_dtype
     parts = [VERSION, torch.__version__, *types, config.tensor_parallel_size, llm.note, *settings]
     if config.device == "cpu":
-        parts.append(library.load().build)
+        parts.append(device.kernels(torch.device("cpu")).build)
     else:
         parts.append(torch.cuda.get_device_name(config.device))
     if config.speculation.acceptance == "rejection":  # else drafts do not change the text

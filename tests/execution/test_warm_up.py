@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import TestModel
+from reference_ops import ReferenceOps
 
 from ssd.assembly.draft_runners import make_fan_out
 from ssd.assembly.open import open_checkpoint
@@ -19,7 +20,6 @@ from ssd.execution.runner import _EAGER_SIZES, ModelRunner
 from ssd.execution.state import SequenceState
 from ssd.execution.target import Target
 from ssd.kernels.ops import DeviceBatch
-from ssd.kernels.reference import ReferenceOps
 from ssd.layers.parameter import Build
 from ssd.models.decoder import Decoder, KVCache
 

@@ -14,11 +14,11 @@ if not torch.cuda.is_available():
 
 from conftest import TestModel, ragged_prompts
 from fakes import wait_until_idle
+from reference_ops import ReferenceOps
 
 from ssd import LLM, SamplingParams
 from ssd.kernels.codes import Codes, CodeType, bits_of, dequantize
 from ssd.kernels.ops import ExpertOutputs
-from ssd.kernels.reference import ReferenceOps
 from ssd.kernels.triton.ops import TritonOps
 from ssd.kernels.weights import GLU, SWIGLU, Routing, Weight
 from ssd.prompts import load_prompts

@@ -16,6 +16,7 @@ import transformers
 from bits import same_bits
 from conftest import TestModel, mostly_slow, ragged_prompts
 from experts import graft_routing
+from reference_ops import ReferenceOps
 
 from ssd import LLM, ConfigError, SamplingParams
 from ssd.assembly.memory import weight_bytes
@@ -24,7 +25,6 @@ from ssd.grafts.expert_graft import digits
 from ssd.grafts.export import write_graft
 from ssd.grafts.graft import GraftCheckpoint
 from ssd.grafts.shapes import SHAPES
-from ssd.kernels.reference import ReferenceOps
 from ssd.kernels.weights import Routing
 from ssd.layers.formats.mxfp4 import MXFP4
 from ssd.layers.parameter import Build

@@ -11,11 +11,11 @@ import torch
 from bits import same_bits
 from conftest import mostly_slow
 from device_batches import make_device_batch
+from reference_ops import ReferenceOps
 
 from ssd.kernels.cpu import library
 from ssd.kernels.cpu.ops import CpuOps
 from ssd.kernels.ops import UNSCALED, Branches, DeviceBatch, HeadShape, KVScales, Ops
-from ssd.kernels.reference import ReferenceOps
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

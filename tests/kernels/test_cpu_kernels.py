@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -18,15 +19,19 @@ import torch
 import torch.nn.functional as F
 from bits import same_bits
 from conftest import mostly_slow
+from reference_noise import gumbel_reference
 from torch import Tensor
 
 from ssd.kernels.cpu import build, library, variants
 from ssd.kernels.cpu.kernels import Kernels
 from ssd.kernels.cpu.pack import PackedWeight
+from ssd.kernels.cpu.sampling import Sampling
 from ssd.kernels.cpu.threads import use_threads
 from ssd.kernels.ops import UNSCALED, KVScales
 from ssd.sampling import noise
+from ssd.sampling.sampler import Needs, Rows, Sampler, SamplingColumns
 
+CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
 BLOCK = 16
 
@@ -382,21 +387,24 @@ def noise_keys(rows: int) -> Tensor:
 def test_gumbel(kernels: Kernels, vocab: int) -> None:
     """Against plain torch; and a row alone, or cut short, keeps its bits whatever the vectors and chunks."""
     keys = noise_keys(5)
-    whole = kernels.gumbel(keys, vocab, *noise.constants())
+    gumbel = Sampling(kernels).gumbel
+    whole = gumbel(keys, vocab, *noise.constants())
     assert whole.dtype is torch.float32
-    torch.testing.assert_close(whole, noise.gumbel_reference(keys, vocab), rtol=1.2e-7, atol=1e-9)
+    torch.testing.assert_close(whole, gumbel_reference(keys, vocab), rtol=1.2e-7, atol=1e-9)
     for i, row in enumerate(whole):
-        assert same_bits(kernels.gumbel(keys[i : i + 1], vocab, *noise.constants())[0], row)
+        assert same_bits(gumbel(keys[i : i + 1], vocab, *noise.constants())[0], row)
     for n in {1, vocab // 3, vocab - 1} - {0}:
-        assert same_bits(kernels.gumbel(keys, n, *noise.constants()), whole[:, :n])
+        assert same_bits(gumbel(keys, n, *noise.constants()), whole[:, :n])
 
 
 def test_gumbel_speed(kernels: Kernels) -> None:
     """Asserts nothing (a machine may be busy): `pytest -s` shows what the kernel gains."""
+    constants = dict(zip(("golden", "mix1", "mix2"), noise.constants(), strict=True))
     for rows, threads in ((rows, threads) for threads in (1, 2) for rows in (1, 5, 24)):
         torch.set_num_threads(threads)
         keys, best = noise_keys(rows), []
-        for draw in (lambda k: noise.gumbel_reference(k, 8192), lambda k: kernels.gumbel(k, 8192, *noise.constants())):
+        ours = functools.partial(Sampling(kernels).gumbel, vocab_size=8192, **constants)
+        for draw in (functools.partial(gumbel_reference, vocab_size=8192), ours):
             times = []
             for _ in range(6):
                 start = time.perf_counter()
@@ -424,7 +432,7 @@ def test_threads_keep_the_bits(kernels: Kernels, dtype: torch.dtype) -> None:
         q = kernels.rope_and_store(heads, torch.arange(200), cos, sin, torch.arange(200), k_cache, v_cache, 6)
         attention = paged.run(kernels, [(0, 0, 200), (1, 60, 90)]) + paged.run(kernels, [(0, 199, 200)])
         linear = [kernels.linear(x, packed), kernels.linear(x[:1], packed), kernels.linear(x, gated)]
-        noises = [kernels.gumbel(keys, vocab, *noise.constants()) for vocab in (5, 8192, 9001)]
+        noises = [Sampling(kernels).gumbel(keys, vocab, *noise.constants()) for vocab in (5, 8192, 9001)]
         results.append([*linear, kernels.rms_norm(x, weight, 1e-6), q, k_cache, v_cache, *attention, *noises])
     for other in results[1:]:
         assert all(same_bits(a, b) for a, b in zip(results[0], other, strict=True))
@@ -638,14 +646,15 @@ def test_find_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_wrong_dtypes_are_refused_instead_of_read_as_bytes(kernels: Kernels) -> None:
-    packed = kernels.pack_linear(torch.ones(4, 8))
+    packed, columns, zero = kernels.pack_linear(torch.ones(4, 8)), SamplingColumns(1, 8, CPU), torch.zeros(1).int()
     for call in (
         lambda: kernels.linear(torch.ones(1, 8, dtype=torch.bfloat16), packed),
         lambda: kernels.linear(torch.ones(1, 12), packed),
         lambda: kernels.embedding(kernels.pack_linear(torch.ones(4, 8), gated=True), torch.zeros(1, dtype=torch.int32)),
         lambda: kernels.embedding(packed, torch.zeros(1, dtype=torch.int16)),
-        lambda: kernels.gumbel(torch.zeros(1, dtype=torch.int32), 8, 1, 2, 3),
-        lambda: kernels.best(torch.zeros(1, 8, dtype=torch.float64), 2, None),
+        lambda: Sampling(kernels).gumbel(torch.zeros(1, dtype=torch.int32), 8, 1, 2, 3),
+        lambda: Sampler(columns).best(torch.zeros(1, 8, dtype=torch.float64), Rows(zero, zero), Needs(), 2),
+        lambda: Sampler(columns).best(torch.zeros(1, 8), Rows(zero.long(), zero), Needs(), 2),
     ):
         with pytest.raises(TypeError):
             call()

@@ -9,11 +9,11 @@ import torch
 from bits import same_bits
 from conftest import mostly_slow
 from device_batches import make_device_batch
+from reference_ops import ReferenceOps
 
 from ssd.kernels.cpu import library
 from ssd.kernels.cpu.ops import CpuOps
 from ssd.kernels.ops import DeviceBatch, HeadShape, KVScales, Ops, Rope
-from ssd.kernels.reference import ReferenceOps
 
 FP8 = torch.float8_e4m3fn
 CUDA = torch.cuda.is_available()

@@ -8,12 +8,12 @@ import pytest
 import torch
 from bits import same_bits
 from conftest import mostly_slow
+from reference_ops import ReferenceOps
 from stored_codes import some_codes
 from test_quantized import CUDA, close, make_ops
 
 from ssd.kernels.codes import Codes, CodeType, dequantize
 from ssd.kernels.ops import ExpertOutputs, Ops
-from ssd.kernels.reference import ReferenceOps
 from ssd.kernels.triton.packing import FP4_PLACES, pack, packed_rows, paired
 from ssd.kernels.weights import GLU, SWIGLU, Weight
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from bits import same_bits
 from conftest import mostly_slow
+from reference_ops import ReferenceOps
 from stored_codes import some_codes
 
 from ssd.kernels.codes import Codes, dequantize
 from ssd.kernels.cuda import expert_rows as kernel
-from ssd.kernels.reference import ReferenceOps
 from ssd.kernels.triton.experts import route
 from ssd.kernels.triton.packing import PackedCodes, in_strips, pack, packed_rows, paired
 from ssd.kernels.weights import GLU, Routing

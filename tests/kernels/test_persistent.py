@@ -11,11 +11,11 @@ import pytest
 import torch
 from bits import same_bits
 from random_weights import RandomCheckpoint
+from reference_ops import ReferenceOps
 
 from ssd.kernels.cuda import nvrtc
 from ssd.kernels.cuda import persistent as kernel
 from ssd.kernels.ops import DeviceBatch, HeadShape
-from ssd.kernels.reference import ReferenceOps
 from ssd.layers.formats import FormatOf, dense
 from ssd.layers.formats.rounded import rounded
 from ssd.layers.linear import Linear

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from reference_ops import ReferenceOps
 
 from ssd.kernels.cuda import persistent as kernel
 from ssd.kernels.ops import Branches, DeviceBatch
-from ssd.kernels.reference import ReferenceOps
 from ssd.layers.parameter import Build
 from ssd.models.config import DecoderConfig, equal_layers
 from ssd.models.decoder import Decoder, KVCache, parameter_shapes

@@ -8,13 +8,13 @@ import pytest
 import torch
 from bits import same_bits
 from conftest import mostly_slow
+from reference_ops import ReferenceOps
 from stored_codes import CODES, some_codes
 
 from ssd.kernels.codes import CodeType, Format, dequantize, quantize, quantized_bytes, rounded_rows
 from ssd.kernels.cpu import library
 from ssd.kernels.cpu.ops import CpuOps
 from ssd.kernels.ops import Ops
-from ssd.kernels.reference import ReferenceOps
 from ssd.kernels.weights import RoundedRows, RowRounding, RowType, Weight
 from ssd.layers.formats import Use
 from ssd.layers.formats.rounded import Rounded

@@ -12,9 +12,9 @@ import torch
 from bits import same_bits
 from conftest import mostly_slow
 from device_batches import make_device_batch, paged_batch
+from reference_ops import ReferenceOps
 
 from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope
-from ssd.kernels.reference import ReferenceOps
 
 triton_ops = pytest.importorskip("ssd.kernels.triton.ops", reason="triton is not installed")
 attention = pytest.importorskip("ssd.kernels.triton.attention", reason="triton is not installed")

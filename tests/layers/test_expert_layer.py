@@ -9,13 +9,13 @@ import pytest
 import torch
 import transformers
 from bits import same_bits
+from reference_ops import ReferenceOps
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
 from ssd.kernels.cpu import library
 from ssd.kernels.cpu.ops import CpuOps
 from ssd.kernels.ops import ExpertOutputs, Ops
-from ssd.kernels.reference import ReferenceOps
 from ssd.kernels.weights import GLU
 from ssd.layers.experts import Experts
 from ssd.layers.formats import FormatOf, dense

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from device_batches import make_device_batch
+from reference_ops import ReferenceOps
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssRMSNorm, GptOssRotaryEmbedding
 
 from ssd.kernels.cpu import library
 from ssd.kernels.cpu.ops import CpuOps
 from ssd.kernels.ops import DeviceBatch, Ops
-from ssd.kernels.reference import ReferenceOps
 from ssd.layers.attention import GQA
 from ssd.layers.norm import RMSNorm
 from ssd.layers.parameter import Build

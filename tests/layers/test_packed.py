@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from bits import same_bits
+from reference_ops import ReferenceOps
 
-from ssd.kernels.reference import ReferenceOps
 from ssd.kernels.weights import RoundedRows, Weight
 from ssd.layers.formats.coded import Activations, OrderedWeight
 from ssd.layers.formats.compressed_tensors import PackedRows

@@ -11,12 +11,12 @@ import torch
 from bits import same_bits
 from device_batches import make_device_batch
 from random_weights import RandomCheckpoint
+from reference_ops import ReferenceOps
 
 from ssd.errors import UnsupportedModel
 from ssd.kernels.cpu import library
 from ssd.kernels.cpu.ops import CpuOps
 from ssd.kernels.ops import DeviceBatch, Ops
-from ssd.kernels.reference import ReferenceOps
 from ssd.layers.formats import DENSE, FormatOf, Use, WeightFormat, dense
 from ssd.layers.formats.rounded import Rounded, rounded
 from ssd.layers.parameter import Build

@@ -9,10 +9,10 @@ import pytest
 import torch
 from bits import same_bits
 from random_weights import RandomCheckpoint
+from reference_ops import ReferenceOps
 
 from ssd.errors import ConfigError
 from ssd.kernels.codes import Format
-from ssd.kernels.reference import ReferenceOps
 from ssd.layers.formats import DENSE, Use, WeightFormat
 from ssd.layers.formats.rounded import Rounded, rounded
 from ssd.layers.parameter import Build

@@ -17,12 +17,12 @@ import pytest
 import torch
 from conftest import byte_tokenizer
 from gguf_files import metadata, write
+from reference_ops import ReferenceOps
 from safetensors.torch import save_file
 from test_gguf import tensors
 
 from ssd.assembly.open import open_checkpoint
 from ssd.errors import SSDError, UnsupportedModel
-from ssd.kernels.reference import ReferenceOps
 from ssd.layers.parameter import Build
 from ssd.models import gguf_tokenizer
 from ssd.models.config import equal_layers

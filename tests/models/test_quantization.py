@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import mostly_slow, ragged_prompts
 from quantized_checkpoints import FORMATS, PublishedFormat, write_checkpoint
+from reference_ops import ReferenceOps
 from safetensors.torch import load_file, save_file
 from test_hostile_files import HOSTILE, check_ends_well, damaged, places
 from test_parity import engine_logits, prompt
@@ -23,7 +24,6 @@ from test_tensor_parallel import logits, on_ranks
 from ssd import LLM, SamplingParams
 from ssd.assembly.memory import weight_bytes
 from ssd.errors import ConfigError, SSDError, UnsupportedModel
-from ssd.kernels.reference import ReferenceOps
 from ssd.layers.formats import DENSE
 from ssd.layers.formats.coded import Coded
 from ssd.layers.parameter import Build

@@ -21,13 +21,13 @@ from conftest import mostly_slow
 from fakes import chi_squared_p
 from hypothesis import given
 from hypothesis import strategies as st
+from reference_noise import gumbel_reference
 
 from ssd.sampling import noise
 from ssd.sampling.noise import (
     Stream,
     gumbel,
     gumbel_of,
-    gumbel_reference,
     mix64,
     position_key,
     position_keys,

@@ -196,7 +196,7 @@ def test_the_size_of_parts_does_not_matter(seed: int, monkeypatch: pytest.Monkey
     case = Case(seed, num_rows=30)
     whole, parts = case.logits.clone(), case.logits.clone()
     expected = Sampler(case.columns).best(whole, case.rows, Needs(True, True), 2)
-    monkeypatch.setattr("ssd.sampling.sampler._PART", 4 * case.vocab_size)
+    monkeypatch.setattr("ssd.kernels.cpu.sampling._PART", 4 * case.vocab_size)
     found = Sampler(case.columns).best(parts, case.rows, Needs(True, True), 2)
     assert all(same_bits(a, b) for a, b in zip((parts, *found), (whole, *expected), strict=True))
 
@@ -226,7 +226,7 @@ def test_rows_without_a_choice() -> None:
 def test_a_score_of_minus_infinity_comes_with_token_0() -> None:
     columns = SamplingColumns(1, 3, CPU)
     columns.set(0, SamplingParams(temperature=1.0, top_k=1), 0, [1], (), ())
-    rows = Rows(torch.tensor([0]), torch.tensor([1]))
+    rows = Rows(torch.tensor([0], dtype=torch.int32), torch.tensor([1], dtype=torch.int32))
     tokens, scores = Sampler(columns).best(torch.tensor([[1.0, 5.0, 2.0]]), rows, Needs(truncated=True), 5)
     assert tokens.tolist() == [[1, 0, 0, 0, 0]]
     assert scores[0, 1:].tolist() == [-math.inf] * 4

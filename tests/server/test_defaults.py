@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from live_server import MODEL, Served, serving
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -20,6 +21,7 @@ from ssd import LLM, SamplingParams
 from ssd.assembly.open import BUNDLE
 from ssd.cli.main import app
 from ssd.errors import ConfigError
+from ssd.kernels import device
 from ssd.server.fingerprint import system_fingerprint
 from ssd.server.options import ServerOptions
 from ssd.server.protocol import CompletionRequest
@@ -198,7 +200,8 @@ def test_the_fingerprint_changes_with_model_weights_version_and_kernels(
         patch.setattr(ssd.server.fingerprint, "VERSION", "0.0.0")
         found.append(system_fingerprint(own))
     with monkeypatch.context() as patch:
-        patch.setattr(ssd.server.fingerprint.library.load(), "build", "another compiler's")
+        own_kernels = device.kernels(torch.device("cpu"))._replace(build="another compiler's")
+        patch.setattr(device, "kernels", lambda _: own_kernels)
         found.append(system_fingerprint(own))
     kernels = tmp_path / "kernels"
     kernels.mkdir()

@@ -15,7 +15,7 @@ import functools
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,15 +29,6 @@ from ssd.kernels.ops import UNSCALED, KVScales
 from ssd.kernels.weights import GLU, SWIGLU, Routing
 
 _STORAGE = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}  # as `numbers.h` numbers them
-
-
-class Noise(NamedTuple):
-    """Where the seeds and temperatures of rows are: `ssd.sampling.sampler.SamplingColumns`. All int32, contiguous."""
-
-    slots: Tensor  # [R], -1: padding
-    positions: Tensor  # [R], of the tokens to choose
-    columns: Tensor  # [slots, words]: words 0 and 1 are the seed's key, word 2 the temperature (float32)
-    constants: tuple[int, int, int]  # the generator's, as signed int64
 
 
 class Kernels:
@@ -60,7 +51,6 @@ class Kernels:
         self._paged_attention = self.function(
             "paged_attention", "a query is not in the batch, or sees what is not in its block table or in the KV cache"
         )
-        self._gumbel, self._best = self.function("gumbel"), self.function("best")
         self._repeat = self.function("repeat", "a token id, position, slot or block is out of range")
 
     def function(self, name: str, refused: str = "") -> Callable[..., None]:
@@ -147,7 +137,7 @@ class Kernels:
             experts=routing.num_experts,
             repeats=pairs // len(x),
             weights=weights.data_ptr(),
-            all_scales=_address(scales),
+            all_scales=address(scales),
         )
         return y
 
@@ -177,7 +167,7 @@ class Kernels:
         self._rms_norm(
             x=x.data_ptr(),
             ldx=x.stride(0),
-            residual=_address(residual),
+            residual=address(residual),
             w=weight.data_ptr(),
             out=out.data_ptr(),
             m=m,
@@ -221,8 +211,8 @@ class Kernels:
             slots64=slots.dtype is torch.int64,
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
-            q_weight=_address(q_norm),
-            k_weight=_address(k_norm),
+            q_weight=address(q_norm),
+            k_weight=address(k_norm),
             eps=eps,
             q_out=q.data_ptr(),
             tokens=tokens,
@@ -280,9 +270,9 @@ class Kernels:
             columns=block_tables.shape[1],
             heads=heads,
             scale=scale * scales.k,
-            sinks=_address(sinks),
-            positions=_address(positions),
-            slots=_address(slots),
+            sinks=address(sinks),
+            positions=address(positions),
+            slots=address(slots),
             depth=depth,
             first=first,
             window=window,
@@ -290,54 +280,12 @@ class Kernels:
         )
         return out
 
-    def gumbel(self, keys: Tensor, vocab_size: int, golden: int, mix1: int, mix2: int) -> Tensor:
-        """Rows of Gumbel noise, one for each int64 key: fp32. The constants are the generator's, as signed int64."""
-        if keys.dtype is not torch.int64 or not keys.is_contiguous():
-            raise TypeError(f"keys are {keys.dtype}, not contiguous int64")
-        rows = keys.shape[0]
-        out = torch.empty(rows, vocab_size, dtype=torch.float32, device="cpu")
-        self._gumbel(
-            keys=keys.data_ptr(), out=out.data_ptr(), rows=rows, vocab=vocab_size, g=_generator(golden, mix1, mix2)
-        )
-        return out
-
-    def best(
-        self, scores: Tensor, count: int, excluded: Tensor | None = None, noise: Noise | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The `count` largest of each row of fp32 `scores` [R, V], in order: tokens int32, scores fp32 [R, count].
-
-        The lower token first where scores are equal; -inf comes with token 0. `excluded` (int32 [R]; -1: none) are
-        left out. The first token is -1 if a row has no choice: all are -inf, or some are NaN or +inf. `noise`: scores
-        are logits, which are divided by the temperature and get noise first, in rows that have a temperature.
-        """
-        if scores.dtype is not torch.float32:
-            raise TypeError(f"scores are {scores.dtype}, not float32")
-        rows, vocab = scores.shape
-        tokens, values = (recording.empty((rows, count), dtype) for dtype in (torch.int32, torch.float32))
-        slots, positions, columns, constants = noise or (None, None, None, (0, 0, 0))
-        self._best(
-            scores=scores.data_ptr(),
-            ld=scores.stride(0),
-            excluded=_address(excluded),
-            tokens=tokens.data_ptr(),
-            values=values.data_ptr(),
-            rows=rows,
-            vocab=vocab,
-            count=count,
-            slots=_address(slots),
-            positions=_address(positions),
-            columns=_address(columns),
-            words=0 if columns is None else columns.shape[1],
-            g=_generator(*constants),
-        )
-        return tokens, values
-
 
 def addresses(**tensors: Tensor) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
 
-def _address(tensor: Tensor | None) -> int:
+def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
@@ -352,12 +300,12 @@ def _product(
         "weight": packed.fields,
         "x": x.data_ptr(),
         "ldx": x.stride(0),
-        "bias": _address(bias),
+        "bias": address(bias),
         "y": y.data_ptr(),
         "m": x.shape[0],
         "glu": _glu(glu),
         "wide": float32,
-        "row_scales": _address(row_scales),
+        "row_scales": address(row_scales),
         "row_groups": 0 if row_scales is None else row_scales.shape[1],
     }
 
@@ -365,10 +313,6 @@ def _product(
 @functools.cache
 def _glu(glu: GLU) -> bytes:
     return LAYOUTS["glu"].pack(**glu._asdict())
-
-
-def _generator(golden: int, mix1: int, mix2: int) -> bytes:
-    return LAYOUTS["generator"].pack(golden=golden, mix1=mix1, mix2=mix2)
 
 
 def _cache(k: Tensor, v: Tensor, scales: KVScales) -> bytes:

@@ -10,6 +10,7 @@ import torch
 from ssd.kernels.codes import Codes, rounded_rows
 from ssd.kernels.cpu.kernels import Kernels
 from ssd.kernels.cpu.pack import PackedExperts, PackedWeight, has_half_scales
+from ssd.kernels.cpu.recording import Recordings
 from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, SharedOps
 from ssd.kernels.weights import GLU, Routing, RowRounding, Rows, Weight
 
@@ -62,6 +63,9 @@ class CpuOps(SharedOps):
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
         self.route, self.combine, self.rms_norm = kernels.route, kernels.combine, kernels.rms_norm
+
+    def recordings(self) -> Recordings:
+        return Recordings(self.kernels.repeat)
 
     def prepare(self, weight: torch.Tensor, *, gated: bool = False, experts: int = 0) -> Weight:
         if not experts:

@@ -12,11 +12,11 @@ below the lower bound of enough others cannot be among the best, and are not com
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import triton
 import triton.language as tl
+
+from ssd.kernels.state import Columns
 
 _BLOCK = 1024  # tokens per load
 _TOKEN_BITS = tl.constexpr(19)
@@ -32,23 +32,6 @@ _BEFORE = tl.constexpr(2052)  # of both: the weight of keys that begin with smal
 _SCRATCH = tl.constexpr(2056)
 _BOUNDED_ROWS = 17  # and more: scores are bounded first
 _NOISE_ERROR = tl.constexpr(2.0**-10)  # of `_rough_gumbel`, at most (a hundred times what it is)
-
-
-class Columns(Protocol):
-    """The parameters of every slot, see `ssd.sampling.sampler.SamplingColumns`."""
-
-    seed_key: torch.Tensor
-    temperature: torch.Tensor
-    log_min_p: torch.Tensor
-    top_p: torch.Tensor
-    top_k: torch.Tensor
-    repetition: torch.Tensor
-    presence: torch.Tensor
-    frequency: torch.Tensor
-    min_length: torch.Tensor
-    flags: torch.Tensor
-    bias: torch.Tensor | None
-    counts: torch.Tensor | None
 
 
 # --- noise ------------------------------------------------------------------------------------------------------------
