@@ -20,7 +20,7 @@ kernels = [
     Extension(
         f"ssd.kernels.cpu.{each.library}",
         ["ssd/kernels/cpu/csrc/ssd.c"],
-        depends=sorted(map(str, Path("ssd/kernels/cpu/csrc").glob("*.h"))),
+        depends=sorted(map(str, Path("ssd/kernels/cpu/csrc").rglob("*.h"))),
         extra_compile_args=[*variants["FLAGS"], *each.flags],
         libraries=["m", "pthread"],
         py_limited_api=True,

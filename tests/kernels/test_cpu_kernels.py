@@ -604,11 +604,16 @@ def test_a_change_of_any_source_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp
     """Catches a header that the key of the cache leaves out, and one that nothing includes."""
     shutil.copytree(build.SOURCE.parent, tmp_path / "csrc")
     monkeypatch.setattr(build, "SOURCE", tmp_path / "csrc" / "ssd.c")
-    included = re.findall(r'#include "(.+)"', build.SOURCE.read_text())
-    assert {*included, "ssd.c"} == {file.name for file in build.SOURCE.parent.iterdir()}
+    files = [file for file in build.SOURCE.parent.rglob("*") if file.is_file()]
+    named = {
+        (file.parent / name).resolve()
+        for file in files
+        for name in re.findall(r'#(?:include|define ISA) "(.+)"', file.read_text())
+    }
+    assert {*named, build.SOURCE.resolve()} == {file.resolve() for file in files}
     keys = [build._key([sys.executable], variants.PLAIN)]
-    for name in included:
-        (build.SOURCE.parent / name).write_text("/* another */")
+    for file in files:
+        file.write_text("/* another */")
         keys.append(build._key([sys.executable], variants.PLAIN))
     assert len(set(keys)) == len(keys)
 

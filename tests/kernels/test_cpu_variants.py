@@ -15,6 +15,7 @@ import pytest
 import torch
 from bits import same_bits
 from chains import HIDDEN, quantized_layer
+from conftest import mostly_slow
 from gguf_files import SIZES, random_blocks
 from stored_codes import CODES, some_codes
 
@@ -34,6 +35,7 @@ MACROS = {
     "avx-vnni": ("__AVX2__", "__FMA__", "__AVXVNNI__"),
     "avx2": ("__AVX2__", "__FMA__"),
 }
+QUICKLY = ("-O0", "-Dalways_inline=unused")  # compiles in a second, where inlining everything takes a minute
 OWN = [each.name for each in variants.usable()[1:] if each.name not in (*MACROS, "sse2")]  # sse2 rounds products
 ROWS = (1, 4, 5, 16, 17, 35)
 
@@ -43,7 +45,7 @@ def native() -> Kernels:
     return library.load()
 
 
-@pytest.fixture(scope="module", params=[*MACROS, *OWN])
+@pytest.fixture(scope="module", params=mostly_slow([*MACROS, *OWN], fast=MACROS))
 def other(request: pytest.FixtureRequest, native: Kernels) -> Kernels:
     name = request.param
     if name not in MACROS:
@@ -51,7 +53,7 @@ def other(request: pytest.FixtureRequest, native: Kernels) -> Kernels:
             patch.setenv("SSD_CPU_VARIANT", name)
             return library.build()
     compiler = build.find_compiler() or []
-    emulated = Variant(name, flags=("-O1", f"-I{EMULATED}", *(f"-D{macro}" for macro in MACROS[name])))
+    emulated = Variant(name, flags=(*QUICKLY, f"-I{EMULATED}", *(f"-D{macro}" for macro in MACROS[name])))
     intrinsics = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(EMULATED.iterdir())))
     stem = f"emulated-{build._key(compiler, emulated)}-{intrinsics.hexdigest()[:20]}"
     path = cache.compiled(stem, ".so", lambda: build._compile(compiler, emulated))
@@ -83,8 +85,7 @@ def test_integer_codes_have_the_same_bits_in_every_variant(native: Kernels, othe
                     assert same_bits(native.embedding(ours, tokens), other.embedding(theirs, tokens))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", mostly_slow([torch.float32, torch.bfloat16], fast={torch.bfloat16}))
 def test_gguf_blocks_have_the_same_bits_in_every_variant(native: Kernels, other: Kernels, dtype: torch.dtype) -> None:
     """With rows rounded to 8 bits. All numbers of rows that a tile has of its own."""
     x = torch.randn(35, 512).to(dtype)
@@ -99,9 +100,8 @@ def test_gguf_blocks_have_the_same_bits_in_every_variant(native: Kernels, other:
             assert same_bits(other.linear(x[:rows], theirs, float32=True), expected[:rows]), (kind, rows)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("n", "k"), [(131, 63), (70, 577), (64, 64)])
+@pytest.mark.parametrize("dtype", mostly_slow([torch.float32, torch.bfloat16], fast={torch.bfloat16}))
+@pytest.mark.parametrize(("n", "k"), mostly_slow([(131, 63), (70, 577), (64, 64)], fast={(70, 577)}))
 def test_products_of_every_variant(other: Kernels, dtype: torch.dtype, n: int, k: int) -> None:
     """Against sums in double precision; a row's bits in any company; rows that are looked up."""
     torch.manual_seed(0)
@@ -114,9 +114,10 @@ def test_products_of_every_variant(other: Kernels, dtype: torch.dtype, n: int, k
     assert same_bits(other.embedding(packed, torch.tensor([0, n - 1])), weight[[0, n - 1]])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("window", [0, 70])
-@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(6, 2, 64), (3, 3, 32), (4, 1, 128)])
+@pytest.mark.parametrize("window", mostly_slow([0, 70], fast={70}))
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "d"), mostly_slow([(6, 2, 64), (3, 3, 32), (4, 1, 128)], fast={(6, 2, 64)})
+)
 def test_attention_of_every_variant(other: Kernels, heads: int, kv_heads: int, d: int, window: int) -> None:
     """Against sums in double precision; a row's bits in any company. Rows of a sequence, and of branches."""
     torch.manual_seed(0)

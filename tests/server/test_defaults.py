@@ -208,7 +208,8 @@ def test_the_fingerprint_changes_with_model_weights_version_and_kernels(
     (kernels / "__init__.py").write_text("# other kernels")
     monkeypatch.setattr(ssd.server.fingerprint.kernels, "__file__", str(kernels / "__init__.py"))
     found.append(system_fingerprint(own))
-    (kernels / "cpu" / "csrc").mkdir(parents=True)
-    (kernels / "cpu" / "csrc" / "norm.h").write_text("/* another norm */")
-    found.append(system_fingerprint(own))
+    (kernels / "cpu" / "csrc" / "isa").mkdir(parents=True)
+    for name in ("norm.h", "isa/neon.h"):
+        (kernels / "cpu" / "csrc" / name).write_text(f"/* another {name} */")
+        found.append(system_fingerprint(own))
     assert len(set(found)) == len(found)

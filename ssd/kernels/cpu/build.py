@@ -21,7 +21,7 @@ from ssd.kernels import cache
 from ssd.kernels.cpu.variants import FLAGS, Variant, usable
 
 FOLDER = Path(__file__).parent  # where `setup.py` puts libraries
-SOURCE = FOLDER / "csrc" / "ssd.c"  # includes the other files there
+SOURCE = FOLDER / "csrc" / "ssd.c"  # includes the other files there and in `isa`
 COMPILE_TIMEOUT_S = 900  # with sanitizers and AVX-512, minutes
 
 
@@ -77,7 +77,7 @@ def _key(compiler: list[str], variant: Variant) -> str:
     found = binary.stat()
     flags = (*FLAGS, *variant.flags)
     identity = [*compiler, str(binary), str(found.st_size), str(found.st_mtime_ns), *flags, platform.machine()]
-    sources = (file.read_bytes() for file in sorted(SOURCE.parent.iterdir()))
+    sources = (file.read_bytes() for file in sorted(SOURCE.parent.rglob("*.[ch]")))
     return hashlib.sha256(b"".join(sources) + "\0".join(identity).encode()).hexdigest()[:20]
 
 

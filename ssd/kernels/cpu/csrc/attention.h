@@ -8,16 +8,25 @@
  * With a window, chunks before it are skipped.
  * With `slots`, every row is the newest token of a branch: it sees the positions that its sequence's branches share, then `depth`
  * + 1 slots of its own, the last of them slots[row] (-1: padding, sees nothing), in chunks counted from the first. */
+#define CH 64        /* absolute positions of a chunk */
+#define AQ ATTENTION_QUERIES /* of a tile */
+#define AP 4         /* key positions of a score tile */
+#define AV 4         /* value vectors of an output tile */
+#define KV_AHEAD 4   /* positions that are prefetched */
+#define QUERIES 24   /* (row, head) pairs that share one pass over the keys, where there are so many */
+#define MANY_TASKS 4 /* so many tasks for each thread are not cut into pieces */
+#define PARTIALS_MOST (2L << 20) /* floats of the results of chunks */
+
 struct attention_args {
     struct paged_attention; /* the call */
     long dp;                /* d rounded up to full vectors */
     long rows;              /* rows per task at most */
     long tasks;             /* of all KV heads */
-    long lanes, part;   /* queries of a result, in whole vectors (of AMX: tiles), and its floats */
-    long cuts, per;     /* parts that threads take of a task, and chunks of one */
+    long lanes, partial_floats; /* queries of a partial result, in whole vectors (of AMX: tiles), and its floats */
+    long cuts, per;     /* pieces of a task that threads take, and chunks of one */
     long most;          /* if there are several: chunks of the longest task */
-    float *parts;       /* then: results of all chunks; else NULL */
-    _Atomic int *ready; /* then: parts of each task that are computed */
+    float *partials;    /* then: results of all chunks; else NULL */
+    _Atomic int *ready; /* then: pieces of each task that are computed */
     const struct linear_args *next; /* as in linear_args */
 };
 
@@ -28,15 +37,15 @@ struct chunk {
     long bytes;           /* of a row of the cache */
 };
 
-/* result of a chunk, or of several: of each query the largest score, the sum of the weights, and the sum of the weighted
- * values [dp], which is not set if the query sees nothing: then the sum of its weights is 0 */
-struct part {
+/* Partial result, of a chunk or of several: of each query the largest score, the sum of the weights, and the sum of the weighted
+ * values [dp], which is not set if the query sees nothing: then the sum of its weights is 0. */
+struct partial {
     float *max, *sum, *acc;
 };
 
 struct softmax { /* of the queries of a task */
     float *q, *scores;
-    struct part to;
+    struct partial to;
 };
 
 /* Positions [from, n) of the chunk at `start`, which without a table is a slot.  The rows of a head are far apart: a
@@ -128,8 +137,7 @@ static void softmax_query(const struct softmax *s, long q, long n) {
     float *p = s->scores + q * CH;
     long padded = ceil_div(n, VL) * VL;
     if (n < padded) {
-        vi lanes;
-        UNROLL for (int i = 0; i < VL; i++) lanes[i] = i;
+        const vi lanes = vlanes();
         vstore(p + padded - VL, vselect(lanes < (vi){0} + (int)(n - padded + VL), vload(p + padded - VL), vset(-INFINITY)));
     }
     vf best = vset(-INFINITY);
@@ -169,17 +177,11 @@ INLINE void score_queries(const int nq, const int narrow, const struct softmax *
         else                                                                                                             \
             value_tile(nq, AV, 0, s, q0, dp, e, c->v + at, n);                                                           \
     }
-SCORES(1) SCORES(2) VALUES(1) VALUES(2)
+SCORES(1) SCORES(2) SCORES(3) SCORES(4) VALUES(1) VALUES(2) VALUES(3) VALUES(4)
 typedef void scores_fn(const struct softmax *s, long q0, long dp, const struct chunk *c, long at, long n);
 typedef void values_fn(const struct softmax *s, long q0, long dp, const struct chunk *c, long at, long e, long n);
-#if AQ == 4
-SCORES(3) SCORES(4) VALUES(3) VALUES(4)
-static scores_fn *const SCORES_OF[] = {0, scores_1, scores_2, scores_3, scores_4};
-static values_fn *const VALUES_OF[] = {0, values_1, values_2, values_3, values_4};
-#else
-static scores_fn *const SCORES_OF[] = {0, scores_1, scores_2};
-static values_fn *const VALUES_OF[] = {0, values_1, values_2};
-#endif
+static scores_fn *const SCORES_OF[] = {0, scores_1, scores_2, UP_TO(AQ, scores, 3), UP_TO(AQ, scores, 4)};
+static values_fn *const VALUES_OF[] = {0, values_1, values_2, UP_TO(AQ, values, 3), UP_TO(AQ, values, 4)};
 
 /* Queries [q0, q1) against n positions of a chunk, from its position `at` on.  All of them read a few columns of the values,
  * which stay in the L1 cache. */
@@ -219,29 +221,30 @@ static long own_slots(const struct attention_args *a, long row) {
 /* Rows [row, row + rows) of sequence seq, query heads of kv_head. */
 struct task {
     const struct attention_args *a;
-    long seq, row, rows, kv_head, group, queries;
+    long seq, row, rows, kv_head;
+    long heads, queries; /* query heads of a KV head; pairs of a row and one of these */
     long begin, end;    /* positions of its sequence that any row sees */
     long first, shared; /* where the first chunk begins, and the chunks of its sequence; then come those of the branches */
     long own, chunks;   /* slots of a branch at most; chunks in all */
     long place;         /* AMX: how far the slots of two rows are apart in a chunk */
-    float *parts;       /* results of its chunks; if threads do not share it: of all, and of the last one */
+    float *partials;    /* results of its chunks; if threads do not share it: of all, and of the last one */
 };
 
-static struct part part_at(const struct task *t, long number) {
-    float *memory = t->parts + number * t->a->part;
-    return (struct part){memory, memory + t->a->lanes, memory + 2 * t->a->lanes};
+static struct partial partial_at(const struct task *t, long number) {
+    float *memory = t->partials + number * t->a->partial_floats;
+    return (struct partial){memory, memory + t->a->lanes, memory + 2 * t->a->lanes};
 }
 
 /* the result of the number-th chunk, in which no query has seen anything yet */
-static struct part begin_part(const struct task *t, long number) {
-    struct part to = part_at(t, t->a->parts ? number : number > 0);
+static struct partial begin_partial(const struct task *t, long number) {
+    struct partial to = partial_at(t, t->a->partials ? number : number > 0);
     for (long q = 0; q < t->a->lanes; q += VL) vstore(to.max + q, vset(-INFINITY)), vstore(to.sum + q, vset(0.0f));
     return to;
 }
 
 /* adds the number-th of a task's results to the first one */
-static void add_part(const struct task *t, long number) {
-    const struct part to = part_at(t, 0), from = part_at(t, number);
+static void add_partial(const struct task *t, long number) {
+    const struct partial to = partial_at(t, 0), from = partial_at(t, number);
     const long dp = t->a->dp;
     for (long first = 0; first < t->queries; first += VL) {
         float alpha[VL], beta[VL];
@@ -267,7 +270,8 @@ static void load_queries(const struct task *t, float *q) {
     const struct attention_args *a = t->a;
     if (a->dp != a->d) memset(q, 0, (size_t)(t->queries * a->dp) * 4);
     for (long i = 0; i < t->queries; i++, q += a->dp) {
-        load_row(q, a->q, (t->row + i / t->group) * a->ldq + (t->kv_head * t->group + i % t->group) * a->d, a->d, a->bf16);
+        long head = t->kv_head * t->heads + i % t->heads;
+        load_row(q, a->q, (t->row + i / t->heads) * a->ldq + head * a->d, a->d, a->bf16);
         for (long e = 0; e < a->d; e++) q[e] *= a->scale;
     }
 }
@@ -279,9 +283,9 @@ static size_t vector_floats(const struct attention_args *a) {
 /* chunks [from, to) of a task; `memory` holds vector_floats() */
 static void vector_chunks(const struct task *t, long from, long to, float *memory) {
     const struct attention_args *a = t->a;
-    const long group = t->group, dp = a->dp;
+    const long dp = a->dp;
     struct softmax s = {.q = memory, .scores = memory + a->lanes * dp};
-    struct chunk c = {.bytes = a->d * (a->kv == FP32 ? 4 : a->kv == BF16 ? 2 : 1)};
+    struct chunk c = {.bytes = a->d * bytes_of(a->kv)};
     c.in_place = t->queries <= AQ && a->kv != E4M3 && a->d % (AV * VL) == 0; /* else keys and values are widened once */
     c.narrow = c.in_place && a->kv == BF16;
     c.copy_k = s.scores + a->lanes * CH, c.copy_v = c.copy_k + CH * dp;
@@ -289,7 +293,7 @@ static void vector_chunks(const struct task *t, long from, long to, float *memor
     load_queries(t, s.q);
     for (long number = from; number < to; number++) {
         long start = t->first + number * CH, after = (number - t->shared) * CH;
-        s.to = begin_part(t, number);
+        s.to = begin_partial(t, number);
         if (number < t->shared) {
             const int32_t *table = a->block_tables + a->table_rows[t->seq] * a->table_stride;
             load_chunk(a, &c, table, t->kv_head, start, max_l(0, t->begin - start), min_l(CH, t->end - start));
@@ -307,8 +311,8 @@ static void vector_chunks(const struct task *t, long from, long to, float *memor
                 if (max_l(0, first_seen(a, t->seq, t->row + next) - start) != begin ||
                     min_l(CH, shared_positions(a, t->seq, t->row + next) - start) != stop)
                     break;
-            if (stop > begin) attend_chunk(&s, r * group, next * group, dp, &c, begin, stop - begin);
+            if (stop > begin) attend_chunk(&s, r * t->heads, next * t->heads, dp, &c, begin, stop - begin);
         }
-        if (!a->parts && number) add_part(t, 1);
+        if (!a->partials && number) add_partial(t, 1);
     }
 }

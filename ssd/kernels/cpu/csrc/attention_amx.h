@@ -3,9 +3,8 @@
  * are multiplied by the scale; weights of values are rounded to bf16 before they are added up.  What a query does not see has
  * the weight 0: that changes none of its sums while values are finite, but may change the sign of one that is 0.  These bits
  * differ from those of the vectors above, so what decides between both is the same for all rows of a model. */
-#ifdef AMX
 INLINE int amx_attends(const struct attention_args *a) {
-    return a->bf16 && a->kv == BF16 && a->d % 32 == 0 && a->heads / a->kv_heads <= AMX_ROWS;
+    return HAS_AMX && a->bf16 && a->kv == BF16 && a->d % 32 == 0 && a->heads / a->kv_heads <= AMX_ROWS;
 }
 
 #define FEW_QUERIES 4
@@ -26,15 +25,14 @@ struct amx_chunk {
 
 /* the rows of a tile become its columns */
 INLINE void transpose(vf *r) {
-    vi lanes;
-    UNROLL for (int i = 0; i < VL; i++) lanes[i] = i;
+    const vi lanes = vlanes();
     UNROLL for (int w = 1; w < VL; w *= 2) {
         vi upper = (lanes & w) != 0, even = lanes + (upper & (VL - w)), odd = lanes + ((upper & VL) | (~upper & w));
         UNROLL for (int i = 0; i < VL; i++) {
             if (i & w) continue;
             vf a = r[i], b = r[i + w];
-            r[i] = (vf)_mm512_permutex2var_ps((__m512)a, (__m512i)even, (__m512)b);
-            r[i + w] = (vf)_mm512_permutex2var_ps((__m512)a, (__m512i)odd, (__m512)b);
+            r[i] = vpermute(a, even, b);
+            r[i + w] = vpermute(a, odd, b);
         }
     }
 }
@@ -71,8 +69,8 @@ static void find_chunk(const struct amx *m, long number, struct amx_chunk *c) {
         c->n = ceil_div(n, 32) * 32;
         return;
     }
-    long parts = ceil_div(t->own, CH), part = number - t->shared, beside = CH / t->place;
-    long begin = part / parts * beside, end = min_l(t->rows, begin + beside), start = part % parts * CH;
+    long per_row = ceil_div(t->own, CH), own = number - t->shared, beside = CH / t->place;
+    long begin = own / per_row * beside, end = min_l(t->rows, begin + beside), start = own % per_row * CH;
     for (long r = 0; r < t->rows; r++) c->from[r] = c->stop[r] = 0;
     for (long r = begin; r < end; r++) {
         long n = min_l(CH, own_slots(a, t->row + r) - start), slot = a->slots[t->row + r] - t->own + 1 + start;
@@ -112,17 +110,17 @@ static void amx_scores(const struct amx *m, const struct amx_chunk *c, float *sc
         const long step = left ? in_cache : d * 2, other = right ? in_cache : d * 2;
         if (!left) left = m->k + at * d;
         if (!right) right = m->k + (at + VL) * d;
-        _tile_zero(0);
-        _tile_zero(1);
+        tile_zero(0);
+        tile_zero(1);
         for (long e = 0; e < d; e += 32) {
-            _tile_loadd(4, m->q + e / 2 * VL, 64);
-            _tile_loadd(2, left + e, step);
-            _tile_dpbf16ps(0, 2, 4);
-            _tile_loadd(3, right + e, other);
-            _tile_dpbf16ps(1, 3, 4);
+            tile_load(4, m->q + e / 2 * VL, 64);
+            tile_load(2, left + e, step);
+            tile_dot_bf16(0, 2, 4);
+            tile_load(3, right + e, other);
+            tile_dot_bf16(1, 3, 4);
         }
-        _tile_stored(0, scores + at * VL, 64);
-        _tile_stored(1, scores + (at + VL) * VL, 64);
+        tile_store(0, scores + at * VL, 64);
+        tile_store(1, scores + (at + VL) * VL, 64);
     }
     COMPILER_BARRIER();
 }
@@ -131,11 +129,11 @@ static void amx_scores(const struct amx *m, const struct amx_chunk *c, float *sc
  * are gathered, and whose lanes are added and compared one query after the other, to the same numbers; otherwise all that is
  * transposed. */
 INLINE void amx_softmax(const struct task *t, const struct amx_chunk *c, const float *scores, uint16_t *weights,
-                        const struct part *to, const int few) {
+                        const struct partial *to, const int few) {
     float of_query[AMX_ROWS][CH] __attribute__((aligned(64))), shifts[VL], found[VL] = {0};
     vf r[VL], none = vset(-INFINITY), top = none;
-    vi lanes;
-    UNROLL for (int i = 0; i < VL; i++) lanes[i] = i, r[i] = none;
+    const vi lanes = vlanes();
+    UNROLL for (int i = 0; i < VL; i++) r[i] = none;
     for (long at = 0; !few && at < c->n; at += VL) {
         vf tile[VL];
         UNROLL for (int i = 0; i < VL; i++) tile[i] = vload(scores + (at + i) * VL);
@@ -143,10 +141,10 @@ INLINE void amx_softmax(const struct task *t, const struct amx_chunk *c, const f
         UNROLL for (int i = 0; i < VL; i++) vstore(of_query[i] + at, tile[i]);
     }
     for (long q = 0; q < t->queries; q++) {
-        int row = (int)q / (int)t->group;
+        int row = (int)q / (int)t->heads;
         for (long at = 0; at < c->n; at += VL) {
             vi position = lanes + (int)at, seen = (position >= c->from[row]) & (position < c->stop[row]);
-            vf own = few ? (vf)_mm512_i32gather_ps((__m512i)(lanes * VL), scores + at * VL + q, 4) : vload(of_query[q] + at);
+            vf own = few ? vgather(scores + at * VL + q, lanes * VL) : vload(of_query[q] + at);
             own = vselect(seen, own * t->a->scale, none);
             vstore(of_query[q] + at, own);
             r[q] = vmax(own, r[q]);
@@ -184,17 +182,17 @@ INLINE void amx_softmax(const struct task *t, const struct amx_chunk *c, const f
 static void amx_values(const struct amx *m, const struct amx_chunk *c, const uint16_t *weights, float *acc) {
     const uint32_t *v = m->v;
     for (long e = 0, d = m->t->a->d; e < d; e += 32, v += CH * VL) {
-        _tile_zero(5);
-        _tile_zero(6);
+        tile_zero(5);
+        tile_zero(6);
         for (long at = 0; at < c->n; at += 32) {
-            _tile_loadd(7, weights + at, CH * 2);
-            _tile_loadd(2, v + at * VL, 128);
-            _tile_dpbf16ps(5, 7, 2);
-            _tile_loadd(3, v + at * VL + VL, 128);
-            _tile_dpbf16ps(6, 7, 3);
+            tile_load(7, weights + at, CH * 2);
+            tile_load(2, v + at * VL, 128);
+            tile_dot_bf16(5, 7, 2);
+            tile_load(3, v + at * VL + VL, 128);
+            tile_dot_bf16(6, 7, 3);
         }
-        _tile_stored(5, acc + e, d * 4);
-        _tile_stored(6, acc + e + VL, d * 4);
+        tile_store(5, acc + e, d * 4);
+        tile_store(6, acc + e + VL, d * 4);
     }
     COMPILER_BARRIER();
 }
@@ -215,15 +213,15 @@ static void amx_chunks(const struct task *t, long from, long to, float *memory) 
     for (long e = 0; e < a->d; e += 32) {
         vf r[VL];
         for (long i = 0; i < VL; i++) {
-            long q = i < t->queries ? i : 0, head = t->kv_head * t->group + q % t->group;
-            r[i] = vload((const void *)((const uint16_t *)a->q + (t->row + q / t->group) * a->ldq + head * a->d + e));
+            long q = i < t->queries ? i : 0, head = t->kv_head * t->heads + q % t->heads;
+            r[i] = vload((const void *)((const uint16_t *)a->q + (t->row + q / t->heads) * a->ldq + head * a->d + e));
         }
         transpose(r);
         UNROLL for (int i = 0; i < VL; i++) vstore((float *)m.q + (e / 2 + i) * VL, r[i]);
     }
     amx_configure(16, t->queries, t->queries, 64, t->queries);
     for (long number = from; number < to; number++, last = c, c = next, next = last) {
-        const struct part own = begin_part(t, number);
+        const struct partial own = begin_partial(t, number);
         if (number + 1 < to)
             find_chunk(&m, number + 1, next);
         else
@@ -235,8 +233,7 @@ static void amx_chunks(const struct task *t, long from, long to, float *memory) 
         else
             amx_softmax(t, c, scores, weights, &own, 0);
         amx_values(&m, c, weights, own.acc);
-        if (!a->parts && number) add_part(t, 1);
+        if (!a->partials && number) add_partial(t, 1);
     }
-    _tile_release();
+    tile_release();
 }
-#endif

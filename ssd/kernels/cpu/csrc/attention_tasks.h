@@ -2,7 +2,7 @@
 
 /* the number-th task: of a few rows of a sequence and a KV head */
 static struct task find_task(const struct attention_args *a, long number) {
-    struct task t = {.a = a, .kv_head = number % a->kv_heads, .group = a->heads / a->kv_heads, .begin = LONG_MAX, .place = 2};
+    struct task t = {.a = a, .kv_head = number % a->kv_heads, .heads = a->heads / a->kv_heads, .begin = LONG_MAX, .place = 2};
     number /= a->kv_heads;
     for (long begin, count, tasks;; t.seq++, number -= tasks) {
         begin = a->query_start[t.seq], count = a->query_start[t.seq + 1] - begin, tasks = ceil_div(count, a->rows);
@@ -10,7 +10,7 @@ static struct task find_task(const struct attention_args *a, long number) {
         t.row = begin + number * a->rows, t.rows = min_l(a->rows, count - number * a->rows);
         break;
     }
-    t.queries = t.rows * t.group;
+    t.queries = t.rows * t.heads;
     for (long r = t.row; r < t.row + t.rows; r++) {
         t.begin = min_l(t.begin, first_seen(a, t.seq, r)), t.end = max_l(t.end, shared_positions(a, t.seq, r));
         t.own = max_l(t.own, own_slots(a, r));
@@ -18,38 +18,18 @@ static struct task find_task(const struct attention_args *a, long number) {
     t.first = t.begin - (t.begin - a->first) % CH;
     t.shared = t.first < t.end ? ceil_div(t.end - t.first, CH) : 0;
     t.chunks = t.shared + ceil_div(t.own, CH);
-#ifdef AMX
-    while (t.place < min_l(t.own, CH)) t.place *= 2;
+    while (amx_attends(a) && t.place < min_l(t.own, CH)) t.place *= 2;
     if (amx_attends(a)) t.chunks = t.shared + ceil_div(t.own, CH) * ceil_div(t.rows, CH / t.place);
-#endif
     return t;
-}
-
-static size_t working_floats(const struct attention_args *a) {
-#ifdef AMX
-    if (amx_attends(a)) return amx_floats(a);
-#endif
-    return vector_floats(a);
-}
-
-static void compute_chunks(const struct task *t, long from, long to, float *memory) {
-    if (from >= to) return;
-#ifdef AMX
-    if (amx_attends(t->a)) {
-        amx_chunks(t, from, to, memory);
-        return;
-    }
-#endif
-    vector_chunks(t, from, to, memory);
 }
 
 static void store_attention(const struct task *t) {
     const struct attention_args *a = t->a;
-    const struct part sums = part_at(t, 0);
-    if (!t->chunks) begin_part(t, 0);
-    for (long number = 1; a->parts && number < t->chunks; number++) add_part(t, number);
+    const struct partial sums = partial_at(t, 0);
+    if (!t->chunks) begin_partial(t, 0);
+    for (long number = 1; a->partials && number < t->chunks; number++) add_partial(t, number);
     for (long q = 0; q < t->queries; q++) {
-        long head = t->kv_head * t->group + q % t->group, at = ((t->row + q / t->group) * a->heads + head) * a->d;
+        long head = t->kv_head * t->heads + q % t->heads, at = ((t->row + q / t->heads) * a->heads + head) * a->d;
         float *acc = sums.acc + q * a->dp, sum = sums.sum[q];
         if (sum == 0.0f) { /* padding */
             memset((char *)a->out + at * (a->bf16 ? 2 : 4), 0, (size_t)a->d * (a->bf16 ? 2 : 4));
@@ -57,26 +37,25 @@ static void store_attention(const struct task *t) {
         }
         if (a->sinks) sum += vexp(vset(a->sinks[head] - sums.max[q]))[0];
         for (long e = 0; e < a->d; e++) acc[e] = acc[e] / sum * a->v_scale + 0.0f; /* for the sign of zeros */
-#ifdef AMX
         for (long e = 0; amx_attends(a) && e < a->d; e += 32)
             *(vu_mem *)((uint16_t *)a->out + at + e) =
                 (vu)vround_bf16(vload(acc + e)) >> 16 | (vu)vround_bf16(vload(acc + e + VL));
-        if (amx_attends(a)) continue;
-#endif
-        store_row(a->out, at, acc, a->d, a->bf16);
+        if (!amx_attends(a)) store_row(a->out, at, acc, a->d, a->bf16);
     }
-    if (a->next) columns_done(a->next, t->row, t->rows, t->kv_head * t->group * a->d, t->group * a->d);
+    if (a->next) columns_done(a->next, t->row, t->rows, t->kv_head * t->heads * a->d, t->heads * a->d);
 }
 
-/* Parts of tasks, those with the longest rows first.  A task's last part to be computed is followed by the sum of all. */
-static void attention_parts(void *given, long begin, long end) {
+/* Pieces of tasks, those with the longest rows first.  Whoever computes a task's last piece adds up all partial results. */
+static void attention_cuts(void *given, long begin, long end) {
     const struct attention_args *a = given;
-    float *memory = scratch(ROWS, (size_t)(2 * a->part) + working_floats(a));
+    const size_t working = amx_attends(a) ? amx_floats(a) : vector_floats(a);
+    float *memory = scratch(ROWS, (size_t)(2 * a->partial_floats) + working);
     for (long i = begin; i < end; i++) {
         long number = i / a->cuts, from = i % a->cuts * a->per;
         struct task t = find_task(a, a->tasks - 1 - number);
-        t.parts = a->parts ? a->parts + number * a->most * a->part : memory;
-        compute_chunks(&t, from, min_l(t.chunks, from + a->per), memory + 2 * a->part);
+        t.partials = a->partials ? a->partials + number * a->most * a->partial_floats : memory;
+        long to = min_l(t.chunks, from + a->per);
+        if (from < to) (amx_attends(a) ? amx_chunks : vector_chunks)(&t, from, to, memory + 2 * a->partial_floats);
         if (a->cuts == 1 || atomic_fetch_add(&a->ready[number], 1) + 1 == a->cuts) store_attention(&t);
     }
 }
@@ -109,9 +88,7 @@ int ssd_paged_attention(const void *given, int nthreads) {
         if (!attention_fits(&a, s)) return 1;
         longest = max_l(longest, query_start[s + 1] - query_start[s]);
     }
-#ifdef AMX
     if (amx_attends(&a)) queries = whole = AMX_ROWS;
-#endif
     a.rows = max_l(1, min_l(longest, queries * kv_heads / heads));
     a.rows = max_l(1, ceil_div(longest, ceil_div(longest, a.rows))); /* equal tasks */
     for (long s = 0; s < sequences; s++) {
@@ -120,7 +97,7 @@ int ssd_paged_attention(const void *given, int nthreads) {
             work += max_l(0, shared_positions(&a, s, row) - first_seen(&a, s, row)) + own_slots(&a, row);
     }
     a.lanes = ceil_div(a.rows * (heads / kv_heads), whole) * whole;
-    a.part = a.lanes * (2 + a.dp);
+    a.partial_floats = a.lanes * (2 + a.dp);
     if (work * heads * d < 32768) nthreads = 1;
     if (a.tasks < MANY_TASKS * nthreads)
         for (long i = 0; i < a.tasks; i += kv_heads) a.most = max_l(a.most, find_task(&a, i).chunks);
@@ -129,14 +106,14 @@ int ssd_paged_attention(const void *given, int nthreads) {
         if (time >= least) continue;
         a.per = per, a.cuts = cuts, least = time;
     }
-    size_t floats = (size_t)(a.tasks * a.most * a.part);
-    if (a.cuts > 1 && floats <= PARTS_MOST) {
-        a.parts = scratch(SUMS, floats + (size_t)a.tasks);
-        a.ready = (_Atomic int *)(a.parts + floats);
-        memset(a.parts + floats, 0, (size_t)a.tasks * 4);
+    size_t floats = (size_t)(a.tasks * a.most * a.partial_floats);
+    if (a.cuts > 1 && floats <= PARTIALS_MOST) {
+        a.partials = scratch(SUMS, floats + (size_t)a.tasks);
+        a.ready = (_Atomic int *)(a.partials + floats);
+        memset(a.partials + floats, 0, (size_t)a.tasks * 4);
     } else {
         a.per = LONG_MAX, a.cuts = 1;
     }
-    parallel(a.tasks * a.cuts, nthreads, attention_parts, &a);
+    parallel(a.tasks * a.cuts, nthreads, attention_cuts, &a);
     return 0;
 }

@@ -79,11 +79,4 @@ int ssd_repeat(const void *given, int nthreads) {
 
 /* the process
  * To be called once, before anything else; 0, or 1 if the system does not let the process use what was compiled for. */
-int ssd_enable(void) {
-#if defined(__AMX_TILE__) && defined(SYS_arch_prctl)
-    const int request_permission = 0x1023, tile_data = 18; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
-    return syscall(SYS_arch_prctl, request_permission, tile_data) != 0;
-#else
-    return 0;
-#endif
-}
+int ssd_enable(void) { return enable_amx(); }

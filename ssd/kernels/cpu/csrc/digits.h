@@ -1,48 +1,7 @@
 /* Rows rounded to integers, in digits of 8 or 16 bits, for products with integer codes. */
 
-INLINE vi vmax_int(vi a, vi b) {
-    vi mask = a > b;
-    return (mask & a) | (~mask & b);
-}
-
-INLINE int32_t vsum_int(vi v) {
-#if VL == 16
-    return _mm512_reduce_add_epi32((__m512i)v);
-#elif defined(NEON)
-    return vaddvq_s32((int32x4_t)v);
-#else
-    int32_t sum = 0;
-    for (int i = 0; i < VL; i++) sum += v[i];
-    return sum;
-#endif
-}
-
-INLINE int32_t vmax_int_lanes(vi v) {
-#if VL == 16
-    return _mm512_reduce_max_epi32((__m512i)v);
-#elif defined(NEON)
-    return vmaxvq_s32((int32x4_t)v);
-#else
-    int32_t largest = v[0];
-    for (int i = 1; i < VL; i++) largest = v[i] > largest ? v[i] : largest;
-    return largest;
-#endif
-}
-
-/* 16 integers as bytes */
-INLINE void store_bytes(int8_t *out, const vi *v) {
-#if VL == 16
-    _mm_storeu_si128((__m128i *)out, _mm512_cvtepi32_epi8((__m512i)v[0]));
-#elif defined(NEON)
-    int16x8_t low = vuzp1q_s16((int16x8_t)v[0], (int16x8_t)v[1]), high = vuzp1q_s16((int16x8_t)v[2], (int16x8_t)v[3]);
-    vst1q_s8(out, vuzp1q_s8((int8x16_t)low, (int8x16_t)high));
-#else
-    for (int i = 0; i < 16; i++) out[i] = (int8_t)v[i / VL][i % VL];
-#endif
-}
-
-/* 16 numbers, times `up`, rounded to integers and written in digits, those of one place `stride` after those of the place
- * before; adds them to `sum`, and their low digits to `low` */
+/* The integers next to 16 numbers times `up`, in digits: 16 of the lowest at `out`, those of each higher one `stride` behind.
+ * Adds the integers to `sum`, and their lowest digits to `low`, if there are several. */
 INLINE void to_digits(digit *out, long stride, const float *x, float up, int digits, vi *sum, vi *low) {
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
     vi rounded[16 / VL];
@@ -51,29 +10,29 @@ INLINE void to_digits(digit *out, long stride, const float *x, float up, int dig
         *sum += rounded[i];
         if (digits > 1) *low += (vi)((vu)rounded[i] << 24) >> 24;
     }
-#if DIGIT_BITS == 8
-    for (int d = 0; d < digits; d++, out += stride) {
-        store_bytes(out, rounded);
-        UNROLL for (int i = 0; i < 16 / VL; i++) rounded[i] = (rounded[i] + 128) >> 8; /* without that signed digit */
+    if (DIGIT_BITS == 8) {
+        for (int d = 0; d < digits; d++, out += stride) {
+            vstore_bytes((int8_t *)out, rounded);
+            UNROLL for (int i = 0; i < 16 / VL; i++) rounded[i] = (rounded[i] + 128) >> 8; /* without that signed digit */
+        }
+        return;
     }
-#else
     int32_t v[16];
     memcpy(v, rounded, sizeof v);
     for (int d = 0; d < digits; d++, out += stride) {
         int last = d == digits - 1;
         for (int i = 0; i < 16; i++) {
             int from = (i & 12) | (i & 1) << 1 | (i >> 1 & 1);
-            out[i] = last ? (int16_t)v[from] : (int8_t)v[from];
+            out[i] = last ? (digit)v[from] : (int8_t)v[from];
         }
         for (int i = 0; i < 16; i++) v[i] = (v[i] + 128) >> 8;
     }
-#endif
 }
 
 /* A row in digits and its groups.  A group with NaN or infinity in it gets NaN as its unit. */
 struct digit_layout {
-    long stride;    /* between the digits of a number */
-    long run, jump; /* numbers that lie side by side, and from one such run to the next */
+    long stride;    /* from a digit of a number to the next higher one */
+    long run, jump; /* numbers whose digits are side by side (a multiple of 16); from one such run to the next */
 };
 
 INLINE void pack_groups(digit *dst, const struct digit_layout *layout, const float *x, long kq, int bf16, const int coarse,
@@ -99,9 +58,7 @@ INLINE void pack_groups(digit *dst, const struct digit_layout *layout, const flo
         int32_t total = finite ? vsum_int(sum) : 0, of_low = finite && !coarse ? vsum_int(low) : 0;
         int32_t excess = excess_of(form) * (bf16 || coarse ? total : (total - of_low) / 256);
         out[i] = (struct digit_group){unit, (float)total * unit, {excess, excess_of(form) * of_low}};
-#if SIGNED_CODES
-        if (g->starts) set_starts(g->starts[out + i - g->of_rows], form, total);
-#endif
+        if (SIGNED_CODES && g->starts) set_starts(g->starts[out + i - g->of_rows], form, total);
     }
 }
 

@@ -1,11 +1,5 @@
 /* linear: how a product is planned, cut into tasks, and computed from tiles. */
 
-/* One row tile against consecutive panels, one after the other: a single stream of weights is what the hardware
- * prefetcher likes best, and two chains per row hide enough latency even at one row. */
-static void run_tile(long mr, long panels, int bf16, const float *x, const char *w, long kq, float *buf) {
-    for (long p = 0; p < panels; p++) TILES[bf16][mr](x, w + p * kq * 4 * NR * (bf16 ? 2 : 4), kq, buf + p * NR);
-}
-
 /* row m of a tile that has mr rows */
 static void pack_x(float *dst, const void *x, long ldx, long row, long m, long mr, long k, int bf16) {
     float *d = dst + 4 * m;
@@ -26,7 +20,7 @@ struct linear_args {
     struct linear; /* the call */
     long kq;
     struct groups groups;
-    long numbers, numbers_bytes; /* scales of an output, and bytes of those of a panel (offsets included) */
+    long qparams, qparams_bytes; /* scales of a column, and bytes of those of a panel (offsets included) */
     int digits, coarse;  /* of packed rows; 0: they are fp32 (bf16 for AMX) */
     int unpack;          /* panels are unpacked for several row tiles */
     int amx;             /* whether tile registers are used */
@@ -34,18 +28,16 @@ struct linear_args {
     long rows, row_size; /* room for rows in a packed row tile; bytes of a packed row */
     long step;           /* AMX: bytes of a row in a tile register */
     const void *xp;      /* packed rows */
-    long panels, group, block; /* panels in all, and in one task; row tiles of one task */
+    long panels, task_panels, task_tiles; /* panels in all, and in one task; row tiles of one task */
     int slot, nthreads;        /* slot: which scratch memory it has */
     _Atomic int *ready; /* [m][groups]: columns of a group that are computed, from this row on, as far as they are counted */
     const struct linear_args *next; /* product that takes y as its x: what computes columns of y packs them for it; or NULL */
     void (*run)(const struct linear_args *a, long t0, long t1, long panel0, long panels);
 };
 
-#ifdef AMX
-#define ROWS_MAX AMX_ROWS
-#else
-#define ROWS_MAX MR_MAX
-#endif
+#define ROWS_MAX (HAS_AMX ? AMX_ROWS : MR_MAX) /* of a row tile */
+
+INLINE int uses_amx(const struct linear_args *a) { return HAS_AMX && a->amx; }
 
 INLINE long tile_row(const struct linear_args *a, long t) { return t * (a->m / a->tiles) + min_l(t, a->m % a->tiles); }
 
@@ -56,7 +48,7 @@ INLINE long tile_of(const struct linear_args *a, long row) {
 }
 
 INLINE const void *packed_tile(const struct linear_args *a, long t) {
-    return (const char *)a->xp + (a->amx ? t * a->rows : tile_row(a, t)) * a->row_size;
+    return (const char *)a->xp + (uses_amx(a) ? t * a->rows : tile_row(a, t)) * a->row_size;
 }
 
 INLINE float bias_at(const struct linear_args *a, long i) {
@@ -85,11 +77,11 @@ static void gate_row(float *row, long panels, int bf16, const struct glu *glu) {
 /* 4 * quads columns of a row, from `first` on, where a group begins, in digits */
 static void pack_columns(const struct linear_args *a, long row, const float *x, long first, long quads) {
     const struct groups *g = &a->groups;
-    long run = a->amx ? a->step : a->coarse ? 4 * g->gq : 16, t = tile_of(a, row);
+    long run = uses_amx(a) ? a->step : a->coarse ? 4 * g->gq : 16, t = tile_of(a, row);
     long m = row - tile_row(a, t), mr = tile_row(a, t + 1) - tile_row(a, t);
     struct digit_layout layout = {16, run, mr * a->digits * run};
-    if (a->amx) layout = (struct digit_layout){a->rows * run, run, a->rows * run * a->digits};
-    digit *dst = (digit *)packed_tile(a, t) + m * (a->amx ? run : a->digits * run) + first / run * layout.jump;
+    if (uses_amx(a)) layout = (struct digit_layout){a->rows * run, run, a->rows * run * a->digits};
+    digit *dst = (digit *)packed_tile(a, t) + m * (uses_amx(a) ? run : a->digits * run) + first / run * layout.jump;
     const float *row_scales = g->row_scales ? g->row_scales + row * g->ld : 0;
     pack_digits(dst, &layout, x, quads, a->bf16, a->coarse, a->form, g, row_scales,
                 g->of_rows + row * g->stride + first / (4 * g->gq));
@@ -116,7 +108,7 @@ static void columns_done(const struct linear_args *a, long row, long rows, long 
 
 static void finish_tile(const struct linear_args *a, float *buf, long row, long mr, long panel0, long panels) {
     long span = a->gated ? 2 : 1, first = panel0 * NR, width = min_l(NR * panels, a->n - first); /* columns */
-    for (long m = 0; m < mr; m++, buf += GROUP * NR) {
+    for (long m = 0; m < mr; m++, buf += TASK_PANELS * NR) {
         for (long s = 0; a->bias && s < span; s++)
             for (long j = 0; j < width; j++) buf[(j / NR * span + s) * NR + j % NR] += bias_at(a, s * a->n + first + j);
         if (a->gated) gate_row(buf, panels, a->bf16, &a->glu);
@@ -131,17 +123,16 @@ static const char *widen_panels(const char *w, long depth) {
     float *out = scratch(PANELS, (size_t)(depth * NR));
     for (long i = 0; i < depth; i++) {
         vf lo, hi;
-        widen(&lo, &hi, w + i * NR * 2, 1);
+        widen(&lo, &hi, w + i * NR * 2, BF16);
         vstore(out + i * NR, lo);
         vstore(out + i * NR + VL, hi);
     }
     return (const char *)out;
 }
 
-#ifdef AMX
 /* row tiles [t0, t1) of bf16 against output panels [panel0, panel0 + panels) */
 static void amx_bf16_block(const struct linear_args *a, long t0, long t1, long panel0, long panels) {
-    float buf[2][AMX_ROWS * GROUP * NR] __attribute__((aligned(64)));
+    float buf[2][AMX_ROWS * TASK_PANELS * NR] __attribute__((aligned(64)));
     long span = a->gated ? 2 : 1, depth = a->kq * 4, next = a->rows * a->row_size;
     amx_configure(a->rows, a->rows, 16, 64, 16);
     for (long t = t0; t < t1; t += 2) {
@@ -154,9 +145,8 @@ static void amx_bf16_block(const struct linear_args *a, long t0, long t1, long p
         for (long i = t; i < min_l(t + 2, t1); i++)
             finish_tile(a, buf[i - t], tile_row(a, i), tile_row(a, i + 1) - tile_row(a, i), panel0, panels);
     }
-    _tile_release();
+    tile_release();
 }
-#endif
 
 /* the groups of rows from `row` on */
 INLINE struct groups groups_from(const struct linear_args *a, long row) {
@@ -175,57 +165,50 @@ struct panel {
 
 static struct panel unpacked(const struct linear_args *a, struct panel given, float *memory) {
     const struct groups *g = &a->groups;
-    if (is_4_bits(a->form) && (a->amx || a->coarse)) {
+    if (is_4_bits(a->form) && (uses_amx(a) || a->coarse)) {
         unpack_codes((char *)memory, given.w, a->kq, a->form);
         given.w = (char *)memory;
         memory += a->kq * NR;
     }
     if (!a->coarse || g->stored == SINGLES) return given;
-    vf numbers[4], units[8];
+    vf qparams[4], units[8];
     long kinds = g->offsets ? 2 : 1;
-    for (long n = 0; n < a->numbers; n++) {
-        load_numbers(numbers, units, given.scales, n, g->per, g, g->stored);
-        for (long i = 0; i < 2 * kinds; i++) vstore(memory + n * kinds * NR + i * VL, numbers[i]);
+    for (long n = 0; n < a->qparams; n++) {
+        load_qparams(qparams, units, given.scales, n, g->per, g, g->stored);
+        for (long i = 0; i < 2 * kinds; i++) vstore(memory + n * kinds * NR + i * VL, qparams[i]);
     }
     given.scales = memory;
     return given;
 }
 
 static code_tile_fn *code_tile_of(const struct linear_args *a, long mr, int stored) {
-    if (!a->digits) return CODE_TILES[mr];
-    if (!a->coarse) return DOTS[a->bf16][a->form][mr];
-    if (a->unpack) return PAIRS[mr];
-#if MORE_ROWS == 8
-    if (mr > FEW_ROWS) return MORE_PAIRS[a->form - INT4][stored][mr - FEW_ROWS - 1];
-#endif
-    return FEW_PAIRS[a->form - INT8][stored][mr - 1];
+    if (!a->digits) return FP8_TILES[mr];
+    if (!a->coarse) return DOT_TILES[a->bf16][a->form - INT8][mr];
+    return COARSE_TILES[a->unpack ? 0 : a->form - INT8][stored][mr];
 }
 
 /* row tiles [t0, t1) against output panels [panel0, panel0 + panels) of a quantised weight */
 static void codes_block(const struct linear_args *a, long t0, long t1, long panel0, long panels) {
-    float buf[ROWS_MAX * GROUP * NR] __attribute__((aligned(64)));
+    float buf[ROWS_MAX * TASK_PANELS * NR] __attribute__((aligned(64)));
     long span = a->gated ? 2 : 1, first = panel0 * span, bytes = a->kq * NR * (is_4_bits(a->form) ? 2 : 4);
-    long room = (a->kq + 2 * a->numbers) * NR;
+    long room = (a->kq + 2 * a->qparams) * NR;
     float *memory = a->unpack ? scratch(PANELS, (size_t)(panels * span * room)) : 0;
-    struct panel found[GROUP];
-#ifdef AMX
-    if (a->amx) amx_configure(a->rows, a->coarse ? a->step / 4 : a->rows, a->rows, a->step, a->step / 4);
-#endif
+    struct panel found[TASK_PANELS];
+    if (uses_amx(a)) amx_configure(a->rows, a->coarse ? a->step / 4 : a->rows, a->rows, a->step, a->step / 4);
     for (long t = t0; t < t1; t++) {
         long row = tile_row(a, t), mr = tile_row(a, t + 1) - row;
         struct groups g = groups_from(a, row);
         if (a->coarse && a->unpack) g.stored = SINGLES;
         const void *x = packed_tile(a, t);
-        code_tile_fn *tile = a->amx ? 0 : code_tile_of(a, mr, g.stored);
+        code_tile_fn *tile = uses_amx(a) ? 0 : code_tile_of(a, mr, g.stored);
         if (mr > 1) fetch(x, min_l(mr * a->row_size, 8 << 10)); /* other threads have packed it */
         for (long p = 0; p < panels * span; p++) {
-            struct panel own = {a->w + (first + p) * bytes, (const char *)a->scales + (first + p) * a->numbers_bytes};
+            struct panel own = {a->w + (first + p) * bytes, (const char *)a->scales + (first + p) * a->qparams_bytes};
             if (t == t0) found[p] = a->unpack ? unpacked(a, own, memory + p * room) : own;
             const void *s = found[p].scales;
             const char *w = found[p].w;
             float *out = buf + p * NR;
-#ifdef AMX
-            if (a->amx) {
+            if (uses_amx(a)) {
                 if (a->coarse && (a->unpack || a->form == INT8))
                     amx_coarse_tile(INT8, mr, a->rows, a->step, x, w, s, a->kq, &g, out);
                 else if (a->coarse)
@@ -236,19 +219,16 @@ static void codes_block(const struct linear_args *a, long t0, long t1, long pane
                     amx_dot_tile(3, mr, a->rows, a->step, x, w, s, a->kq, &g, out);
                 continue;
             }
-#endif
             tile(x, w, s, a->kq, &g, out);
         }
         finish_tile(a, buf, row, mr, panel0, panels);
     }
-#ifdef AMX
-    if (a->amx) _tile_release();
-#endif
+    if (uses_amx(a)) tile_release();
 }
 
 /* the same with a weight that is not */
 static void linear_block(const struct linear_args *a, long t0, long t1, long panel0, long panels) {
-    float buf[MR_MAX * GROUP * NR] __attribute__((aligned(64)));
+    float buf[MR_MAX * TASK_PANELS * NR] __attribute__((aligned(64)));
     long span = a->gated ? 2 : 1;
     const char *w = a->w + panel0 * span * a->kq * 4 * NR * (a->bf16 ? 2 : 4);
     int narrow = a->bf16;
@@ -258,7 +238,8 @@ static void linear_block(const struct linear_args *a, long t0, long t1, long pan
     }
     for (long t = t0; t < t1; t++) {
         long row = tile_row(a, t), mr = tile_row(a, t + 1) - row;
-        run_tile(mr, panels * span, narrow, packed_tile(a, t), w, a->kq, buf);
+        for (long p = 0; p < panels * span; p++) /* a single stream of weights is what the hardware prefetches best */
+            TILES[narrow][mr](packed_tile(a, t), w + p * a->kq * 4 * NR * (narrow ? 2 : 4), a->kq, buf + p * NR);
         finish_tile(a, buf, row, mr, panel0, panels);
     }
 }
@@ -270,7 +251,6 @@ static void pack_digit_row(const struct linear_args *a, long row) {
     pack_columns(a, row, x, 0, a->kq);
 }
 
-#ifdef AMX
 static void pack_bf16_row(const struct linear_args *a, uint16_t *dst, long row, long m) {
     const uint16_t *src = (const uint16_t *)a->x + row * a->ldx;
     dst += m * BF16_DEPTH;
@@ -280,7 +260,6 @@ static void pack_bf16_row(const struct linear_args *a, uint16_t *dst, long row, 
         memcpy(dst + k * a->rows, src + k, (size_t)n * 2);
     }
 }
-#endif
 
 /* rows [begin, end), each to its place in its tile */
 static void pack_rows(void *given, long begin, long end) {
@@ -290,10 +269,8 @@ static void pack_rows(void *given, long begin, long end) {
         void *dst = (void *)packed_tile(a, t);
         if (a->digits)
             pack_digit_row(a, row);
-#ifdef AMX
-        else if (a->amx)
+        else if (uses_amx(a))
             pack_bf16_row(a, dst, row, m);
-#endif
         else
             pack_x(dst, a->x, a->ldx, row, m, mr, a->k, a->bf16);
     }
@@ -301,10 +278,10 @@ static void pack_rows(void *given, long begin, long end) {
 
 static void linear_blocks(void *given, long begin, long end) {
     const struct linear_args *a = given;
-    long groups = ceil_div(a->panels, a->group);
+    long groups = ceil_div(a->panels, a->task_panels);
     for (long i = begin; i < end; i++) {
-        long b = i / groups * a->block, p = i % groups * a->group;
-        a->run(a, b, min_l(a->tiles, b + a->block), p, min_l(a->group, a->panels - p));
+        long b = i / groups * a->task_tiles, p = i % groups * a->task_panels;
+        a->run(a, b, min_l(a->tiles, b + a->task_tiles), p, min_l(a->task_panels, a->panels - p));
     }
 }
 
@@ -317,7 +294,7 @@ static void plan_codes(struct linear_args *a) {
     a->run = codes_block;
     a->kq = ceil_div(a->k, 4);
     a->row_size = a->kq * 16;
-    a->numbers = g->count, a->numbers_bytes = numbers_bytes(g->count, g);
+    a->qparams = g->count, a->qparams_bytes = qparams_bytes(g->count, g);
     if (a->form == FP8) return;
     long group = min_l(ceil_div(scaled, 16) * 16, DOT_MOST);
     g->gq = group / 4;
@@ -326,9 +303,9 @@ static void plan_codes(struct linear_args *a) {
     g->stride = ceil_div(g->count, 4) * 4;
     a->coarse = a->flags & COARSE;
     a->digits = digits_of(a->bf16, a->coarse);
-    long few = is_4_bits(a->form) ? MORE_ROWS : FEW_ROWS; /* in a tile with panels as they are */
+    long few = is_4_bits(a->form) ? STORED_ROWS_4 : STORED_ROWS; /* in a tile with panels as they are */
     a->unpack = a->coarse && a->m > (is_4_bits(a->form) || g->stored == FACTORS ? 2 * few : few);
-    a->rows = !a->coarse ? DOT_ROWS : !a->unpack ? few : g->offsets ? FEW_ROWS : COARSE_ROWS; /* offsets take registers */
+    a->rows = !a->coarse ? DOT_ROWS : !a->unpack ? few : g->offsets ? STORED_ROWS : COARSE_ROWS; /* offsets take registers */
     int joint = is_joint(a->form) && a->coarse && !a->unpack;
     size_t groups = (size_t)(a->m * g->stride);
     size_t each = sizeof *g->of_rows + (joint ? sizeof *g->starts : 0);
@@ -337,12 +314,10 @@ static void plan_codes(struct linear_args *a) {
     a->ready = (void *)((char *)g->of_rows + groups * each);
     a->kq = ceil_div(a->k, 16) * 4;
     a->row_size = (a->coarse ? g->count * g->gq : a->kq) * 4 * a->digits * (long)sizeof(digit);
-#ifdef AMX
-    if (a->m < AMX_LEAST || (a->coarse && is_4_bits(a->form) && a->m <= MORE_ROWS)) return;
+    if (!HAS_AMX || a->m < AMX_LEAST || (a->coarse && is_4_bits(a->form) && a->m <= STORED_ROWS_4)) return;
     a->amx = 1, a->rows = AMX_ROWS, a->step = 64;
     a->unpack = !a->coarse || a->m > AMX_ROWS;
     while (group % a->step || a->kq * 4 % a->step) a->step /= 2;
-#endif
 }
 
 /* how it is computed; a plan is valid until the next one of its slot */
@@ -352,21 +327,17 @@ static struct linear_args plan_linear(const struct linear *call, int nthreads, i
     memcpy(&a, call, sizeof *call);
     a.row_size = a.kq * 16;
     if (a.form) plan_codes(&a);
-#ifdef AMX
-    if (!a.form && a.bf16) {
-        a.amx = 1, a.rows = AMX_ROWS, a.row_size = a.kq * 8, a.run = amx_bf16_block;
-    }
-#endif
+    if (HAS_AMX && !a.form && a.bf16) a.amx = 1, a.rows = AMX_ROWS, a.row_size = a.kq * 8, a.run = amx_bf16_block;
     a.tiles = ceil_div(a.m, a.rows);
-    if (a.amx) a.rows = ceil_div(a.m, a.tiles);
-    int as_it_is = a.m == 1 && !a.digits && a.k == a.kq * 4 && (a.amx || !a.bf16);
+    if (uses_amx(&a)) a.rows = ceil_div(a.m, a.tiles);
+    int as_it_is = a.m == 1 && !a.digits && a.k == a.kq * 4 && (uses_amx(&a) || !a.bf16);
     if (!as_it_is) a.xp = scratch(PACKED + slot, (size_t)(a.tiles * a.rows * a.row_size / 4));
     long span = a.gated ? 2 : 1;
     a.panels = ceil_div(a.n, NR);
-    a.group = (a.tiles == 1 || a.coarse ? GROUP : 2) / span; /* one row tile: wide tasks; more: keep the panels in L1 */
-    while (a.group > 1 && ceil_div(a.panels, a.group) < 4 * nthreads) a.group /= 2;
-    a.block = max_l(2, (384 << 10) / (a.rows * a.row_size)); /* row tiles that stay in L2 with a stream of panels */
-    a.block = ceil_div(a.tiles, ceil_div(a.tiles, a.block)); /* equal ones: threads share them */
+    a.task_panels = (a.tiles == 1 || a.coarse ? TASK_PANELS : 2) / span; /* one row tile: wide tasks; more: keep the panels in L1 */
+    while (a.task_panels > 1 && ceil_div(a.panels, a.task_panels) < 4 * nthreads) a.task_panels /= 2;
+    a.task_tiles = max_l(2, (384 << 10) / (a.rows * a.row_size)); /* row tiles that stay in L2 with a stream of panels */
+    a.task_tiles = ceil_div(a.tiles, ceil_div(a.tiles, a.task_tiles)); /* equal ones: threads share them */
     a.nthreads = (double)a.m * (double)a.n * (double)a.k * span < 65536.0 ? 1 : nthreads;
     return a;
 }
@@ -377,7 +348,7 @@ static void pack_all(struct linear_args *a, int nthreads) {
 
 /* the product itself; the rows are packed */
 static void multiply(struct linear_args *a) {
-    parallel(ceil_div(a->tiles, a->block) * ceil_div(a->panels, a->group), a->nthreads, linear_blocks, a);
+    parallel(ceil_div(a->tiles, a->task_tiles) * ceil_div(a->panels, a->task_panels), a->nthreads, linear_blocks, a);
 }
 
 int ssd_linear(const void *given, int threads) {

@@ -1,10 +1,9 @@
 /* linear: AMX
- * Tile registers: 0 to 5 hold sums, 6 and 7 (of bf16 rows 4 to 7, of coarse rows 5 to 7) what is multiplied.  Row tiles have up to 16 rows; the
- * unused last row of one of those that are smaller is multiplied, too, and not read.
+ * Tile registers: 0 to 5 hold sums, 6 and 7 (of bf16 rows 4 to 7, of coarse rows 5 to 7) what is multiplied.  Row tiles have
+ * up to 16 rows; the unused last row of one of those that are smaller is multiplied, too, and not read.
  * bf16: every output element is the sum, first to last, of products of 32 k; its bits differ from those of `tile`, so a
  * machine uses either.  x is [K/32][rows][32].
  * Integers: sums are exact, so these are the numbers of `dot_tile`.  x is [K/step][digits][rows][step]. */
-#ifdef AMX
 #define AMX_ROWS 16
 #define AMX_LEAST 5 /* rows from which on tiles of integers are faster than dot products */
 
@@ -21,42 +20,42 @@ static void amx_configure(long rows, long rows_of_5, long rows_of_6, long bytes_
     c.rows[6] = (uint8_t)rows_of_6, c.bytes[6] = (uint16_t)bytes_of_6;
     c.rows[7] = (uint8_t)rows_of_7, c.bytes[7] = 64;
     COMPILER_BARRIER(); /* the intrinsics do not say what they read */
-    _tile_loadconfig(&c);
+    tile_configure(&c);
 }
 
 /* one or two row tiles of bf16 against a panel; `next`: bytes of a row tile, `ld`: those of a row of sums */
 INLINE void amx_bf16_tile(const int both, const char *x, long next, long rows, const char *w, long depth, float *buf,
                           float *buf2) {
-    const long ld = GROUP * NR * 4, wide = 2 * NR * 2;
-    _tile_zero(0);
-    _tile_zero(1);
+    const long ld = TASK_PANELS * NR * 4, wide = 2 * NR * 2;
+    tile_zero(0);
+    tile_zero(1);
     if (both) {
-        _tile_zero(2);
-        _tile_zero(3);
+        tile_zero(2);
+        tile_zero(3);
     }
     for (long k = 0; k < depth; k += BF16_DEPTH, x += rows * 64, w += BF16_DEPTH * NR * 2) {
-        _tile_loadd(6, w, wide);
-        _tile_loadd(4, x, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, w + 64, wide);
-        _tile_dpbf16ps(1, 4, 7);
+        tile_load(6, w, wide);
+        tile_load(4, x, 64);
+        tile_dot_bf16(0, 4, 6);
+        tile_load(7, w + 64, wide);
+        tile_dot_bf16(1, 4, 7);
         if (!both) continue;
-        _tile_loadd(5, x + next, 64);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
+        tile_load(5, x + next, 64);
+        tile_dot_bf16(2, 5, 6);
+        tile_dot_bf16(3, 5, 7);
     }
-    _tile_stored(0, buf, ld);
-    _tile_stored(1, buf + VL, ld);
+    tile_store(0, buf, ld);
+    tile_store(1, buf + VL, ld);
     if (!both) return;
-    _tile_stored(2, buf2, ld);
-    _tile_stored(3, buf2 + VL, ld);
+    tile_store(2, buf2, ld);
+    tile_store(3, buf2 + VL, ld);
 }
 
 #define AMX_DIGIT(sums, d)                     \
     if (digits > (d))                          \
     {                                          \
-        _tile_loadd(6, x + (d)*rows * step, step); \
-        _tile_dpbsud(sums, 6, 7);              \
+        tile_load(6, x + (d)*rows * step, step); \
+        tile_dot_bytes(sums, 6, 7);              \
     }
 
 /* a row tile of digits against a panel of bytes; `rows` and `step` are those of the packed tile */
@@ -65,83 +64,63 @@ INLINE void amx_dot_tile(const int digits, long mr, long rows, long step, const 
     int32_t sums[6][AMX_ROWS][VL] __attribute__((aligned(64)));
     const struct groups g = *given;
     vf units[8];
-    for (long m = 0; m < mr; m++) memset(buf + m * GROUP * NR, 0, NR * 4);
+    for (long m = 0; m < mr; m++) memset(buf + m * TASK_PANELS * NR, 0, NR * 4);
     for (long group = 0, n = 0, used = 0, own = 0; group < kq; group += g.gq, n++) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+        tile_zero(0);
+        tile_zero(1);
+        tile_zero(2);
+        tile_zero(3);
         if (digits == 3) {
-            _tile_zero(4);
-            _tile_zero(5);
+            tile_zero(4);
+            tile_zero(5);
         }
         for (long q = group; q < min_l(kq, group + g.gq); q += step / 4) {
-            _tile_loadd(7, w, 4 * NR);
+            tile_load(7, w, 4 * NR);
             AMX_DIGIT(0, 0)
             AMX_DIGIT(2, 1)
             AMX_DIGIT(4, 2)
-            _tile_loadd(7, w + 4 * VL, 4 * NR);
+            tile_load(7, w + 4 * VL, 4 * NR);
             AMX_DIGIT(1, 0)
             AMX_DIGIT(3, 1)
             AMX_DIGIT(5, 2)
             x += digits * rows * step;
             w += step * NR;
         }
-        _tile_stored(0, sums[0], 64);
-        _tile_stored(1, sums[1], 64);
-        _tile_stored(2, sums[2], 64);
-        _tile_stored(3, sums[3], 64);
+        tile_store(0, sums[0], 64);
+        tile_store(1, sums[1], 64);
+        tile_store(2, sums[2], 64);
+        tile_store(3, sums[3], 64);
         if (digits == 3) {
-            _tile_stored(4, sums[4], 64);
-            _tile_stored(5, sums[5], 64);
+            tile_store(4, sums[4], 64);
+            tile_store(5, sums[5], 64);
         }
-        vf numbers[4];
-        load_numbers(numbers, units, scales, own, g.per, &g, g.stored);
+        vf qparams[4];
+        load_qparams(qparams, units, scales, own, g.per, &g, g.stored);
         for (long m = 0; m < mr; m++)
             UNROLL for (int half = 0; half < 2; half++) {
                 vi of_row[3];
-                float *acc = buf + m * GROUP * NR + half * VL;
+                float *acc = buf + m * TASK_PANELS * NR + half * VL;
                 UNROLL for (int d = 0; d < digits; d++) of_row[d] = (vi)*(const vu_mem *)sums[2 * d + half][m];
-                vf sum = add_group(vload(acc), of_row, INT8, half, digits, numbers[half], &g, m * g.stride + n);
-                vstore(acc, g.offsets ? add_offsets(sum, numbers[2 + half], &g, m * g.stride + n) : sum);
+                vf sum = add_group(vload(acc), of_row, INT8, half, digits, qparams[half], &g, m * g.stride + n);
+                vstore(acc, g.offsets ? add_offsets(sum, qparams[2 + half], &g, m * g.stride + n) : sum);
             }
         if (++used == g.shared) own++, used = 0;
     }
 }
-#endif
 
-/* codes of 4 bits as bytes */
-static void unpack_codes(char *out, const char *w, long kq, int form) {
-    for (long q = 0; q < kq; q++, w += 4 * VL, out += 4 * NR) {
-        vi lo, hi;
-        FETCH_LATER(w);
-#if SIGNED_CODES
-        int8x16_t both = vld1q_s8((const int8_t *)w), low = vandq_s8(both, vdupq_n_s8(15)), high = vshrq_n_s8(both, 4);
-        lo = (vi)(form == INT4 ? vsubq_s8(low, vdupq_n_s8(8)) : low);
-        hi = (vi)(form == INT4 ? high : vaddq_s8(high, vdupq_n_s8(8)));
-#else
-        load_codes(&lo, &hi, w, form);
-#endif
-        *(vu_mem *)out = (vu)lo;
-        *(vu_mem *)(out + 4 * VL) = (vu)hi;
-    }
-    COMPILER_BARRIER();
-}
-
-#ifdef AMX
 #define AMX_COARSE(left, right, out)                       \
-    _tile_zero(left);                                      \
-    _tile_zero(right);                                     \
+    tile_zero(left);                                      \
+    tile_zero(right);                                     \
     for (long q = 0; q < quads; q += step / 4) {           \
-        _tile_loadd(6, x, step);                           \
-        _tile_loadd(7, own, 4 * NR);                       \
-        _tile_dpbsud(left, 6, 7);                          \
-        _tile_loadd(5, own + 4 * VL, 4 * NR);              \
-        _tile_dpbsud(right, 6, 5);                         \
+        tile_load(6, x, step);                           \
+        tile_load(7, own, 4 * NR);                       \
+        tile_dot_bytes(left, 6, 7);                          \
+        tile_load(5, own + 4 * VL, 4 * NR);              \
+        tile_dot_bytes(right, 6, 5);                         \
         x += rows * step, own += step * NR;                \
     }                                                      \
-    _tile_stored(left, (out)[0], 64);                      \
-    _tile_stored(right, (out)[1], 64);
+    tile_store(left, (out)[0], 64);                      \
+    tile_store(right, (out)[1], 64);
 
 /* A tile of coarse rows against a panel.  Beside the products of a group, the codes of the next one are unpacked, if they
  * are of 4 bits, and the sums of the one before are added: each of these has to wait for what was written last. */
@@ -151,8 +130,8 @@ INLINE void amx_coarse_tile(const int form, long mr, long rows, long step, const
     int32_t sums[2][2][AMX_ROWS][VL] __attribute__((aligned(64)));
     const struct groups g = *given;
     const long bytes = g.gq * (is_4_bits(form) ? 4 * VL : 4 * NR), later = 2 * g.gq * 4 * rows; /* of rows: two groups */
-    vf numbers[4], units[8];
-    for (long m = 0; m < mr; m++) memset(buf + m * GROUP * NR, 0, NR * 4);
+    vf qparams[4], units[8];
+    for (long m = 0; m < mr; m++) memset(buf + m * TASK_PANELS * NR, 0, NR * 4);
     if (is_4_bits(form)) unpack_codes(codes[0], w, min_l(g.gq, kq), form);
     for (long n = 0; n <= g.count; n++) {
         const long quads = min_l(g.gq, kq - n * g.gq), next = min_l(g.gq, kq - (n + 1) * g.gq);
@@ -164,16 +143,15 @@ INLINE void amx_coarse_tile(const int form, long mr, long rows, long step, const
         }
         if (is_4_bits(form) && next > 0) unpack_codes(codes[(n + 1) % 2], w + (n + 1) * bytes, next, form);
         if (!n) continue;
-        load_numbers(numbers, units, scales, g.shared == 1 ? n - 1 : (n - 1) / g.shared, g.per, &g, g.stored);
+        load_qparams(qparams, units, scales, g.shared == 1 ? n - 1 : (n - 1) / g.shared, g.per, &g, g.stored);
         for (long m = 0, at = n - 1; m < mr; m++, at += g.stride) {
             for (long line = m * 64; line < g.gq * 4 * rows; line += mr * 64) __builtin_prefetch(x + later + line);
             UNROLL for (int half = 0; half < 2; half++) {
-                float *acc = buf + m * GROUP * NR + half * VL;
+                float *acc = buf + m * TASK_PANELS * NR + half * VL;
                 vi of_row = (vi)*(const vu_mem *)sums[(n - 1) % 2][half][m];
-                vf sum = add_sums(vload(acc), of_row, form, half, numbers[half], &g, at);
-                vstore(acc, g.offsets ? add_offsets(sum, numbers[2 + half], &g, at) : sum);
+                vf sum = add_sums(vload(acc), of_row, form, half, qparams[half], &g, at);
+                vstore(acc, g.offsets ? add_offsets(sum, qparams[2 + half], &g, at) : sum);
             }
         }
     }
 }
-#endif

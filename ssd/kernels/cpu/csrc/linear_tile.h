@@ -1,36 +1,45 @@
-/* linear: the register tile
- * buf[m][NR] = x tile @ panel^T.  Every output element is one chain of FMAs over k, whatever the number of rows.
- * x is packed as [K/4][MR][4]. */
-INLINE void widen(vf *lo, vf *hi, const char *w, int bf16) {
-    if (bf16) {
-        vu word = *(const vu_mem *)w;
-#ifdef NEON
-        uint16x8_t halves = (uint16x8_t)word, zero = {0}; /* shifts have one pipe on Neoverse N1, permutes have two */
-        *lo = (vf)vtrn1q_u16(zero, halves);
-        *hi = (vf)vtrn2q_u16(zero, halves);
-#else
-        *lo = (vf)(word << 16);
-        *hi = (vf)(word & 0xffff0000u);
-#endif
-    } else {
-        *lo = vload((const float *)w);
-        *hi = vload((const float *)w + VL);
-    }
+/* linear: register tiles of weights that are floats. */
+#define TASK_PANELS 4 /* most panels one task computes for a row tile */
+
+/* One function for each number of rows (the first argument of DEFINE), and the table of those that the machine's registers
+ * have room for: the others are not referred to, hence not compiled. */
+#define FOR_ROWS(DEFINE, ...)                                                                   \
+    DEFINE(1, __VA_ARGS__) DEFINE(2, __VA_ARGS__) DEFINE(3, __VA_ARGS__) DEFINE(4, __VA_ARGS__) \
+    DEFINE(5, __VA_ARGS__) DEFINE(6, __VA_ARGS__) DEFINE(7, __VA_ARGS__) DEFINE(8, __VA_ARGS__)
+#define UP_TO(most, name, rows) ((rows) <= (most) ? name##_##rows : 0)
+#define BY_ROWS(most, name)                                                                     \
+    {0, UP_TO(most, name, 1), UP_TO(most, name, 2), UP_TO(most, name, 3), UP_TO(most, name, 4), \
+     UP_TO(most, name, 5), UP_TO(most, name, 6), UP_TO(most, name, 7), UP_TO(most, name, 8)}
+
+INLINE vf from_e4m3(const char *w) {
+    vi code = vload_bytes(w);
+    return (vf)((code & 0x80) << 24 | (code & 0x7f) << 20) * 0x1p120f; /* e4m3, widened */
 }
 
-#define STEP(lane)                                                  \
-    {                                                               \
-        vf lo, hi;                                                  \
-        widen(&lo, &hi, w + (lane)*step, bf16);                     \
-        UNROLL for (int m = 0; m < mr; m++) {                       \
-            left[m] = FMA_LANE(left[m], lo, xq[m], lane);           \
-            right[m] = FMA_LANE(right[m], hi, xq[m], lane);         \
-        }                                                           \
+/* NR weights of a storage type */
+INLINE void widen(vf *lo, vf *hi, const char *w, const int type) {
+    if (type == BF16)
+        vwiden_words(lo, hi, *(const vu_mem *)w);
+    else if (type == FP32)
+        *lo = vload((const float *)w), *hi = vload((const float *)w + VL);
+    else
+        *lo = from_e4m3(w), *hi = from_e4m3(w + VL);
+}
+
+#define STEP(lane)                                          \
+    {                                                       \
+        vf lo, hi;                                          \
+        widen(&lo, &hi, w + (lane)*step, type);             \
+        UNROLL for (int m = 0; m < mr; m++) {               \
+            left[m] = FMA_LANE(left[m], lo, xq[m], lane);   \
+            right[m] = FMA_LANE(right[m], hi, xq[m], lane); \
+        }                                                   \
     }
 
-INLINE void tile(const int mr, const int bf16, const float *x, const char *w, long kq, float *buf) {
-    const long step = NR * (bf16 ? 2 : 4);
-    vf left[8], right[8]; /* mr of each live in registers */
+/* Rows of x by the two halves of a panel, over kq quads of k.  Every output element is one chain of FMAs over k, whatever the
+ * number of rows.  x is packed as [K/4][MR][4].  The sums of mr rows live in registers. */
+INLINE void sum_products(const int mr, const int type, const float *x, const char *w, long kq, vf *left, vf *right) {
+    const long step = NR * bytes_of(type);
     UNROLL for (int m = 0; m < mr; m++) left[m] = right[m] = vset(0.0f);
     for (long q = 0; q < kq; q++) {
         quad xq[8];
@@ -39,18 +48,22 @@ INLINE void tile(const int mr, const int bf16, const float *x, const char *w, lo
         x += 4 * mr;
         w += 4 * step;
     }
+}
+
+/* the sums of a tile's rows, to buf[m][NR] */
+INLINE void store_tile(const int mr, float *buf, const vf *left, const vf *right) {
     UNROLL for (int m = 0; m < mr; m++) {
-        vstore(buf + m * GROUP * NR, left[m]);
-        vstore(buf + m * GROUP * NR + VL, right[m]);
+        vstore(buf + m * TASK_PANELS * NR, left[m]);
+        vstore(buf + m * TASK_PANELS * NR + VL, right[m]);
     }
 }
 
 typedef void tile_fn(const float *x, const char *w, long kq, float *buf);
-#define TILE(mr)                                                                                          \
-    static void tile_##mr##_f(const float *x, const char *w, long kq, float *b) { tile(mr, 0, x, w, kq, b); } \
-    static void tile_##mr##_h(const float *x, const char *w, long kq, float *b) { tile(mr, 1, x, w, kq, b); }
-TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) TILE(7) TILE(8)
-static tile_fn *const TILES[2][9] = {
-    {0, tile_1_f, tile_2_f, tile_3_f, tile_4_f, tile_5_f, tile_6_f, tile_7_f, tile_8_f},
-    {0, tile_1_h, tile_2_h, tile_3_h, tile_4_h, tile_5_h, tile_6_h, tile_7_h, tile_8_h},
-};
+#define TILE(mr, name, type)                                                      \
+    static void name##_##mr(const float *x, const char *w, long kq, float *buf) { \
+        vf left[8], right[8];                                                     \
+        sum_products(mr, type, x, w, kq, left, right);                            \
+        store_tile(mr, buf, left, right);                                         \
+    }
+FOR_ROWS(TILE, tile_fp32, FP32) FOR_ROWS(TILE, tile_bf16, BF16)
+static tile_fn *const TILES[2][9] = {BY_ROWS(MR_MAX, tile_fp32), BY_ROWS(MR_MAX, tile_bf16)};

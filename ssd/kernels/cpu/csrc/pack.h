@@ -2,13 +2,11 @@
  * Panels [ceil(N/NR)][K rounded up to 4][NR], zero padded.  bf16 panels hold VL 32-bit words per k: word j has column j
  * in its low half and column VL + j in its high half, so that a shift and a mask widen them.  With AMX they are [K rounded
  * up to 32, / 2][NR][2].  A gated weight ([2I, K]: gate rows, then up rows) alternates gate and up panels. */
-#ifdef AMX
-#define BF16_DEPTH 32 /* k of a product of tiles */
-INLINE long bf16_place(long k, long j) { return k / 2 * 2 * NR + 2 * j + k % 2; }
-#else
-#define BF16_DEPTH 4
-INLINE long bf16_place(long k, long j) { return k * NR + j % VL * 2 + j / VL; }
-#endif
+#define NR (2 * VL)                   /* columns of a panel */
+#define BF16_DEPTH (HAS_AMX ? 32 : 4) /* k of a product of tiles, of a quad */
+INLINE long bf16_place(long k, long j) {
+    return HAS_AMX ? k / 2 * 2 * NR + 2 * j + k % 2 : k * NR + j % VL * 2 + j / VL;
+}
 
 INLINE long padded_depth(long k, int bf16) {
     long unit = bf16 ? BF16_DEPTH : 4;
@@ -50,10 +48,8 @@ static void pack_panels(void *given, long begin, long end) {
 
 /* to be called before a large weight is written: fewer TLB misses when it is read */
 void ssd_use_huge_pages(void *memory, long bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
     uintptr_t page = 4095, lo = ((uintptr_t)memory + page) & ~page, hi = ((uintptr_t)memory + (uintptr_t)bytes) & ~page;
-    if (hi > lo + (2u << 20)) madvise((void *)lo, hi - lo, MADV_HUGEPAGE);
-#endif
+    if (hi > lo + (2u << 20)) advise_huge_pages((void *)lo, hi - lo);
 }
 
 int ssd_pack(const void *given, int threads) {

@@ -13,24 +13,22 @@ typedef float vh __attribute__((vector_size(VL * 2)));
 typedef float vh_mem __attribute__((vector_size(VL * 2), aligned(4), may_alias));
 
 
+#define MIXED(x, g) (x = (x ^ (x >> 30)) * (g)->mix1, x = (x ^ (x >> 27)) * (g)->mix2, x ^ (x >> 31))
+
 /* 1 + u of the tokens from one whose counter (key + token * golden) is `first` */
 INLINE vd noise_uniform(uint64_t first, const struct generator *g) {
     const uint64_t one = 0x3ff0000000080000u; /* the bits of 1 + 2^-33 */
     vq x;
-#ifdef NEON /* it multiplies no 64-bit lanes, and the integer unit has nothing else to do */
-    UNROLL for (int j = 0; j < DL; j++) {
-        uint64_t y = first + (uint64_t)j * g->golden;
-        y = (y ^ (y >> 30)) * g->mix1;
-        y = (y ^ (y >> 27)) * g->mix2;
-        x[j] = (y ^ (y >> 31)) >> 32 << 20;
+    if (MUL_64) {
+        UNROLL for (int j = 0; j < DL; j++) x[j] = (uint64_t)j * g->golden;
+        x = x + first;
+        x = MIXED(x, g) >> 32 << 20;
+    } else { /* the integer unit has nothing else to do */
+        UNROLL for (int j = 0; j < DL; j++) {
+            uint64_t y = first + (uint64_t)j * g->golden;
+            x[j] = MIXED(y, g) >> 32 << 20;
+        }
     }
-#else
-    UNROLL for (int j = 0; j < DL; j++) x[j] = (uint64_t)j * g->golden;
-    x = x + first;
-    x = (x ^ (x >> 30)) * g->mix1;
-    x = (x ^ (x >> 27)) * g->mix2;
-    x = (x ^ (x >> 31)) >> 32 << 20;
-#endif
     return (vd)(x | one);
 }
 
@@ -48,9 +46,9 @@ INLINE vd minus_log(vd x) {
     return n * 0x1.62e42fefa39efp-1 + s * (2.0 + z * (low + w * (middle + w * high)));
 }
 
-/* a group of tokens of which `next` has 1 + u; leaves that of the next group there, whose counters begin at `first`:
- * its integers are computed beside these logarithms */
-INLINE void gumbel_group(float *out, vd *next, uint64_t first, const struct generator *g) {
+/* DV vectors of tokens of which `next` has 1 + u; leaves that of the next ones there, whose counters begin at `first`:
+ * their integers are computed beside these logarithms */
+INLINE void gumbel_vectors(float *out, vd *next, uint64_t first, const struct generator *g) {
     vd x[DV];
     UNROLL for (int i = 0; i < DV; i++) x[i] = next[i] - 1.0;
     UNROLL for (int i = 0; i < DV; i++) next[i] = noise_uniform(first + (uint64_t)(i * DL) * g->golden, g);
@@ -60,14 +58,14 @@ INLINE void gumbel_group(float *out, vd *next, uint64_t first, const struct gene
 
 /* n tokens from the one whose counter is `first` */
 static void gumbel_span(float *out, uint64_t first, long n, const struct generator *g) {
-    const long group = DV * DL;
+    const long count = DV * DL;
     vd next[DV];
     UNROLL for (int i = 0; i < DV; i++) next[i] = noise_uniform(first + (uint64_t)(i * DL) * g->golden, g);
     long t = 0;
-    for (; t + group <= n; t += group) gumbel_group(out + t, next, first += (uint64_t)group * g->golden, g);
+    for (; t + count <= n; t += count) gumbel_vectors(out + t, next, first += (uint64_t)count * g->golden, g);
     if (t == n) return;
     float tail[DV * DL];
-    gumbel_group(tail, next, first, g);
+    gumbel_vectors(tail, next, first, g);
     memcpy(out + t, tail, (size_t)(n - t) * 4);
 }
 
@@ -106,12 +104,6 @@ struct best_args {
     float *part_values;
     _Atomic float *least; /* [rows]: a score that is not better is none of the best; for speed only */
 };
-
-static uint64_t mixed(uint64_t x, const struct generator *g) {
-    x = (x ^ (x >> 30)) * g->mix1;
-    x = (x ^ (x >> 27)) * g->mix2;
-    return x ^ (x >> 31);
-}
 
 INLINE int any_nonzero(vi v) {
     int32_t found = 0;
@@ -186,7 +178,8 @@ static void best_parts(void *given, long begin, long end) {
             const int32_t *own = a->columns + a->slots[row] * a->words;
             memcpy(&key, own, 8);
             memcpy(&temperature, own + 2, 4);
-            key = mixed(key + (uint64_t)a->positions[row] * a->g.golden, &a->g);
+            key += (uint64_t)a->positions[row] * a->g.golden;
+            key = MIXED(key, &a->g);
         }
         best_of_part(a->scores + row * a->ld, first, min_l(a->vocab, first + BEST_PART), a->count,
                      a->excluded ? a->excluded[row] : -1, temperature, key, &a->g, a->part_tokens + i * a->count,

@@ -11,25 +11,11 @@
  * Numbers in tensors that are used as indices (token ids, positions, slots, blocks, rows) are checked: see kernels.h, which
  * describes the calls.  Shapes are the caller's business.
  */
-#include <limits.h>
-#include <math.h>
-#include <pthread.h>
-#include <sched.h>
-#include <signal.h>
-#include <stdatomic.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#include <time.h>
-#if defined(__linux__)
-#include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
+#include "system.h"
 #include "kernels.h"
-#include "vectors.h"
-#include "numbers.h"
+#include "isa/isa.h"
+#include "exp.h"
+#include "dtypes.h"
 #include "team.h"
 #include "pack.h"
 #include "linear_tile.h"

@@ -54,11 +54,6 @@ INLINE long int_at(const void *p, long i, int is64) {
 #define MAX_THREADS 256
 #define CHUNKS 16                /* of a loop, per thread, at most */
 #define ALONE (512 * VL)         /* numbers of several rows below which one thread rounds or normalises them all */
-#if defined(__x86_64__) || defined(__i386__)
-#define HELP_AFTER 16 /* pauses of a thread, a microsecond, before it takes chunks of others */
-#else
-#define HELP_AFTER 64
-#endif
 #define FETCHED (256 << 10) /* most bytes of the next weights that a worker fetches: they stay in its L2 cache */
 #define LOOKING_NS (300 * 1000L) /* how long a worker looks for work before it sleeps: longer than Python between two steps */
 
@@ -90,14 +85,6 @@ struct team {
     struct worker workers[MAX_THREADS - 1];
 };
 static pthread_key_t team_key;
-
-INLINE void pause_core(void) {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ __volatile__("isb" ::: "memory"); /* about 10 ns; `yield` is nothing at all */
-#endif
-}
 
 static long now_ns(void) {
     struct timespec t;

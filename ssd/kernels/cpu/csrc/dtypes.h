@@ -16,52 +16,7 @@ INLINE uint16_t to_bf16(float f) {
 
 INLINE float round_bf16(float f) { return from_bf16(to_bf16(f)); }
 
-INLINE vf vround_bf16(vf v) {
-    vu u = (vu)v;
-    vu rounded = (u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u;
-    vi nan = v != v;
-    return vselect(nan, (vf)((u & 0xffff0000u) | 0x400000u), (vf)rounded);
-}
-
-typedef uint16_t vs_mem __attribute__((vector_size(VL * 2), aligned(2), may_alias));
-/* 2 * VL numbers; on NEON by permutes, which have two pipes on Neoverse N1, where shifts have one */
-INLINE void vload_bf16(vf *lo, vf *hi, const uint16_t *p) {
-#ifdef NEON
-    uint16x8_t halves = vld1q_u16(p), zero = {0};
-    *lo = (vf)vzip1q_u16(zero, halves);
-    *hi = (vf)vzip2q_u16(zero, halves);
-#elif VL == 16
-    *lo = (vf)((vu)_mm512_cvtepu16_epi32((__m256i)*(const vs_mem *)p) << 16);
-    *hi = (vf)((vu)_mm512_cvtepu16_epi32((__m256i)*(const vs_mem *)(p + VL)) << 16);
-#else
-    *lo = (vf)(__builtin_convertvector(*(const vs_mem *)p, vu) << 16);
-    *hi = (vf)(__builtin_convertvector(*(const vs_mem *)(p + VL), vu) << 16);
-#endif
-}
-
-INLINE void vstore_bf16(uint16_t *p, vf v) {
-#ifdef NEON /* GCC converts this short vector number by number */
-    vst1_u16(p, vshrn_n_u32((uint32x4_t)vround_bf16(v), 16));
-#else
-    *(vs_mem *)p = __builtin_convertvector((vu)vround_bf16(v) >> 16, vs_mem);
-#endif
-}
-
-/* fp16: finite numbers, widened exactly */
-
-INLINE vf vload_half(const uint16_t *p) {
-#if VL == 16
-    return (vf)_mm512_cvtph_ps((__m256i)*(const vs_mem *)p);
-#elif VL == 8
-    return (vf)_mm256_cvtph_ps((__m128i)*(const vs_mem *)p);
-#elif defined(NEON)
-    return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
-#else
-    vu bits = __builtin_convertvector(*(const vs_mem *)p, vu);
-    return (vf)((vu)((vf)((bits & 0x7fffu) << 13) * 0x1p112f) | (bits & 0x8000u) << 16);
-#endif
-}
-
+/* fp16 */
 INLINE float from_half(uint16_t h) {
     uint32_t bits = (uint32_t)(h & 0x7fff) << 13;
     float size;
@@ -99,6 +54,7 @@ INLINE uint8_t to_e4m3(float f) {
 
 /* rows as fp32 */
 enum { FP32, BF16, E4M3 }; /* storage types */
+INLINE long bytes_of(int type) { return type == FP32 ? 4 : type == BF16 ? 2 : 1; }
 
 static void load_row(float *dst, const void *src, long offset, long n, int type) {
     if (type == FP32) {
