@@ -17,6 +17,7 @@ from bits import same_bits
 from conftest import TestModel, mostly_slow, ragged_prompts
 from experts import graft_routing
 from reference_ops import ReferenceOps
+from split_models import logits_of
 
 from ssd import LLM, ConfigError, SamplingParams
 from ssd.assembly.memory import weight_bytes
@@ -33,7 +34,6 @@ from ssd.models.config import DecoderConfig, equal_layers
 from ssd.models.decoder import Decoder
 from ssd.models.families import gpt_oss
 from tests.models.test_parity import engine_logits
-from tests.parallel.test_tensor_parallel import logits_of
 
 CPU = torch.device("cpu")
 TOKENS = list(range(0, 320, 7))

@@ -12,8 +12,8 @@ import torch
 import transformers
 from conftest import KINDS, SHAPE, WITH_EXPERTS, TestModel, mostly_slow, ragged_prompts
 from safetensors.torch import load_file, save_file
+from split_models import logits, on_ranks
 from test_parity import engine_logits
-from test_tensor_parallel import logits, on_ranks
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ssd import LLM, SamplingParams

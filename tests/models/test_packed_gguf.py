@@ -12,7 +12,7 @@ import torch
 from bits import same_bits
 from conftest import mostly_slow
 from gguf_files import SHAPES, SIZES, random_blocks, widened, write_models
-from test_tensor_parallel import logits, on_ranks
+from split_models import logits, on_ranks
 
 from ssd import LLM, SamplingParams
 from ssd.assembly.open import open_checkpoint

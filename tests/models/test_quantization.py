@@ -17,9 +17,9 @@ from conftest import mostly_slow, ragged_prompts
 from quantized_checkpoints import FORMATS, PublishedFormat, write_checkpoint
 from reference_ops import ReferenceOps
 from safetensors.torch import load_file, save_file
+from split_models import logits, on_ranks
 from test_hostile_files import HOSTILE, check_ends_well, damaged, places
 from test_parity import engine_logits, prompt
-from test_tensor_parallel import logits, on_ranks
 
 from ssd import LLM, SamplingParams
 from ssd.assembly.memory import weight_bytes

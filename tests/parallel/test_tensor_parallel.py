@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import queue
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from bits import same_bits
 from fakes import make_sequence
 from random_weights import RandomCheckpoint
 from safetensors.torch import save_file
+from split_models import TOKENS, loaded, logits, logits_of, on_ranks
 
 from ssd.core import Work
 from ssd.drafting.fan_out import Adaptive
@@ -30,62 +30,18 @@ from ssd.errors import ConfigError
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
 from ssd.grafts.shapes import SHAPES
-from ssd.kernels.device import kernels
 from ssd.layers.formats.rounded import rounded
-from ssd.layers.parameter import Build
-from ssd.models.checkpoint import Checkpoint, FileTensor, HFCheckpoint
+from ssd.models.checkpoint import FileTensor, HFCheckpoint
 from ssd.models.config import DecoderConfig, equal_layers
-from ssd.models.decoder import Decoder, check_split, parameter_shapes
+from ssd.models.decoder import check_split, parameter_shapes
 from ssd.parallel import tensor
-from ssd.parallel.group import listener, make_group
 from ssd.parallel.tensor import TensorParallel
 
 if TYPE_CHECKING:
     from conftest import TestModel
 
-TOKENS = torch.randint(0, 320, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 CPU = torch.device("cpu")
 ODD = equal_layers("llama", 1003, 48, 60, 2, 6, 2, 8, 64)  # 6 heads of 2 KV heads, a vocabulary that nothing divides
-
-
-def on_ranks(size: int, run: Callable[[TensorParallel], torch.Tensor]) -> list[torch.Tensor]:
-    """What each rank computes. Ranks are threads here."""
-    results: list[torch.Tensor | None] = [None] * size
-    listening = listener()
-    port = listening.getsockname()[1]
-
-    def rank(index: int) -> None:
-        group = make_group(index, size, CPU, port=port, listening=None if index else listening)
-        results[index] = run(TensorParallel(index, size, group)).clone()
-
-    threads = [threading.Thread(target=rank, args=(i,), daemon=True) for i in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return [result for result in results if result is not None]
-
-
-def loaded(
-    checkpoint: Checkpoint | RandomCheckpoint, tp: TensorParallel, kv_cache_dtype: torch.dtype | None = None
-) -> Decoder:
-    build = Build(kernels(CPU).ops(), CPU, torch.float32, tp, checkpoint.formats, kv_cache_dtype)
-    decoder = Decoder(checkpoint.config, build, max_positions=64)
-    lazily = tp.size > 1 and isinstance(checkpoint, HFCheckpoint)
-    decoder.load(checkpoint.stored() if lazily else checkpoint.weights(CPU, torch.float32))
-    decoder.ops.reserve(decoder.heads, CPU)
-    return decoder
-
-
-def logits(checkpoint: Checkpoint | RandomCheckpoint, tp: TensorParallel, tokens: list[int] = TOKENS) -> torch.Tensor:
-    """After every token, on rank 0."""
-    return logits_of(loaded(checkpoint, tp), tokens)
-
-
-def logits_of(decoder: Decoder, tokens: list[int] = TOKENS) -> torch.Tensor:
-    state = SequenceState(1, max_len=48, lookahead=0, vocab_size=decoder.config.vocab_size, device=CPU)
-    runner = ModelRunner(decoder, state, num_blocks=3, block_size=16, max_decode_rows=8)
-    return runner.logits_of(tokens, len(tokens))
 
 
 def opened(make_model: Callable[[str], TestModel], kind: str) -> HFCheckpoint:
@@ -112,6 +68,17 @@ def test_ranks_of_a_rounded_model_equal_one(form: str) -> None:
     one, split = logits(checkpoint, TensorParallel()), on_ranks(2, lambda tp: logits(checkpoint, tp))[0]
     assert (split - one).norm() < 1e-5 * one.norm()
     assert (logits(plain, TensorParallel()) - one).norm() > 1e-3 * one.norm()  # it is rounded
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_of_a_model_of_different_heads_equal_one(size: int) -> None:
+    """KV heads are cut in one layer, and the same on several ranks in another."""
+    layer = ODD.layer
+    heads = (replace(layer.attention, num_heads=n, num_kv_heads=kv, head_dim=d) for n, kv, d in ((8, 4, 8), (4, 1, 24)))
+    layers = tuple(replace(layer, attention=each) for each in heads)
+    checkpoint = RandomCheckpoint(replace(ODD, layers=layers * 2))
+    one, split = logits(checkpoint, TensorParallel()), on_ranks(size, lambda tp: logits(checkpoint, tp))[0]
+    assert (split - one).norm() < 1e-5 * one.norm()
 
 
 def test_ranks_have_the_scales_of_the_kv_cache(make_model: Callable[[str], TestModel], tmp_path: Path) -> None:
