@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import tomllib
 
-from ssd.kernels.cpu.build import SOURCE
+from ssd.kernels.cpu.build import FOLDER, SOURCE
 
 ISA = SOURCE.parent / "isa"
 SYSTEM = {"__linux__", "__clang__", "MADV_HUGEPAGE"}  # what system.h asks for
@@ -27,3 +28,12 @@ def test_what_an_instruction_set_supplies_is_in_the_list() -> None:
     for file in ISA.iterdir():
         supplied = set(re.findall(r"^#define (\w+) \1$", file.read_text(), re.MULTILINE))
         assert supplied <= listed, (file.name, supplied - listed)
+
+
+def test_sources_of_both_folders_are_package_data() -> None:
+    """Without them, an installed package has no kernels but for those that were compiled with it."""
+    package = FOLDER.parents[1]
+    project = tomllib.loads((package.parent / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["ssd"]
+    packaged = {file for pattern in patterns for file in package.glob(pattern)}
+    assert {file for file in SOURCE.parent.rglob("*") if file.is_file()} <= packaged

@@ -105,15 +105,15 @@ INLINE void score_tile(const int nq, const int narrow, const float *q, long dp, 
     UNROLL for (int i = 0; i < nq; i++) vsum_4(scores + i * CH, acc[i]);
 }
 
-#define VALUE_STEP(lane)                                                                               \
-    {                                                                                                  \
-        vf x[AV];                                                                                      \
-        if (nv == 1)                                                                                   \
-            x[0] = vload((const float *)v[t + (lane)] + e);                                            \
-        else                                                                                           \
+#define VALUE_STEP(lane)                                                                                           \
+    {                                                                                                              \
+        vf x[AV];                                                                                                  \
+        if (nv == 1)                                                                                               \
+            x[0] = vload((const float *)v[t + (lane)] + e);                                                        \
+        else                                                                                                       \
             UNROLL for (int j = 0; j < nv; j += 2) load_pair(&x[j], &x[j + 1], v[t + (lane)], e + j * VL, narrow); \
-        UNROLL for (int i = 0; i < nq; i++)                                                            \
-            UNROLL for (int j = 0; j < nv; j++) acc[i][j] = FMA_LANE(acc[i][j], x[j], pq[i], lane);     \
+        UNROLL for (int i = 0; i < nq; i++)                                                                        \
+            UNROLL for (int j = 0; j < nv; j++) acc[i][j] = FMA_LANE(acc[i][j], x[j], pq[i], lane);                \
     }
 
 /* acc = p @ v for nq queries and nv vectors of d: one FMA chain over the positions per element */
@@ -161,14 +161,14 @@ INLINE void score_queries(const int nq, const int narrow, const struct softmax *
     }
 }
 
-#define SCORES(nq)                                                                                             \
+#define SCORES(nq)                                                                                               \
     static void scores_##nq(const struct softmax *s, long q0, long dp, const struct chunk *c, long at, long n) { \
-        if (c->narrow)                                                                                         \
-            score_queries(nq, 1, s, q0, dp, c, at, n);                                                         \
-        else                                                                                                   \
-            score_queries(nq, 0, s, q0, dp, c, at, n);                                                         \
+        if (c->narrow)                                                                                           \
+            score_queries(nq, 1, s, q0, dp, c, at, n);                                                           \
+        else                                                                                                     \
+            score_queries(nq, 0, s, q0, dp, c, at, n);                                                           \
     }
-#define VALUES(nq)                                                                                                      \
+#define VALUES(nq)                                                                                                       \
     static void values_##nq(const struct softmax *s, long q0, long dp, const struct chunk *c, long at, long e, long n) { \
         if (e + AV * VL > dp)                                                                                            \
             value_tile(nq, 1, 0, s, q0, dp, e, c->v + at, n);                                                            \

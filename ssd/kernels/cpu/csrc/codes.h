@@ -32,11 +32,17 @@ struct groups {
  * rows have scales, then by the weight's, and added to those of the groups before it. */
 INLINE void fp8_tile(const int mr, const float *x, const char *w, const float *scales, long kq, const struct groups *g,
                      float *buf) {
-    vf left[8], right[8];
+    enum { type = E4M3, step = NR };
     for (int m = 0; m < mr; m++)
         for (int j = 0; j < NR; j += VL) vstore(buf + m * TASK_PANELS * NR + j, vset(0.0f));
     for (long done = 0, i = 0; done < kq; done += g->gq, i++, scales += NR) {
-        sum_products(mr, E4M3, x + done * 4 * mr, w + done * 4 * NR, min_l(g->gq, kq - done), left, right);
+        vf left[8], right[8];
+        UNROLL for (int m = 0; m < mr; m++) left[m] = right[m] = vset(0.0f);
+        for (long q = done; q < min_l(kq, done + g->gq); q++, x += 4 * mr, w += 4 * step) {
+            quad xq[8];
+            UNROLL for (int m = 0; m < mr; m++) xq[m] = quad_load(x + 4 * m);
+            STEP(0) STEP(1) STEP(2) STEP(3)
+        }
         UNROLL for (int m = 0; m < mr; m++) {
             float *sum = buf + m * TASK_PANELS * NR;
             if (g->row_scales) {
@@ -52,9 +58,9 @@ INLINE void fp8_tile(const int mr, const float *x, const char *w, const float *s
 
 typedef void code_tile_fn(const void *x, const char *w, const void *scales, long kq, const struct groups *g,
                           float *buf);
-#define FP8_TILE(mr, name)                                                                                      \
+#define FP8_TILE(mr, name)                                                                                            \
     static void name##_##mr(const void *x, const char *w, const void *s, long kq, const struct groups *g, float *b) { \
-        fp8_tile(mr, x, w, s, kq, g, b);                                                                        \
+        fp8_tile(mr, x, w, s, kq, g, b);                                                                              \
     }
 FOR_ROWS(FP8_TILE, fp8_tile)
 static code_tile_fn *const FP8_TILES[9] = BY_ROWS(MR_MAX, fp8_tile);
@@ -189,14 +195,14 @@ INLINE vf add_offsets(vf acc, vf offsets, const struct groups *g, long at) {
     return FMA_LANE(acc, offsets, quad_load(&g->of_rows[at].unit), 1); /* the sum is behind the unit */
 }
 
-#define DOT_STEP(lane)                                                                               \
-    {                                                                                                \
-        vi first, second;                                                                            \
-        load_codes(&first, &second, w + (lane)*step, form);                                          \
-        UNROLL for (int i = 0; i < mr * digits; i++) {                                               \
-            left[i] = DOT(left[i], first, x + 16 * i, lane);                                         \
-            right[i] = DOT(right[i], second, x + 16 * i, lane);                                      \
-        }                                                                                            \
+#define DOT_STEP(lane)                                          \
+    {                                                           \
+        vi first, second;                                       \
+        load_codes(&first, &second, w + (lane)*step, form);     \
+        UNROLL for (int i = 0; i < mr * digits; i++) {          \
+            left[i] = DOT(left[i], first, x + 16 * i, lane);    \
+            right[i] = DOT(right[i], second, x + 16 * i, lane); \
+        }                                                       \
     }
 
 INLINE void dot_tile(const int mr, const int form, const int digits, const int stored, const void *rows, const char *w,
@@ -248,15 +254,15 @@ static code_tile_fn *const DOT_TILES[2][3][9] = { /* by the type of rows, by for
 /* Tiles of coarse rows, whose x is packed as [groups][mr][k of a group].  Many rows are computed in two halves or in pairs: one's
  * conversions overlap with the other's products; reading the codes again costs less than the registers for all rows would.
  * quads: those of each group, if they are known when this is compiled, else 0. */
-#define COARSE_STEP(lane)                                                                                           \
-    {                                                                                                             \
-        vi first, second;                                                                                         \
-        load_codes(&first, &second, w + (q + (lane)) * step, form);                                               \
-        for (long line = 0; ahead && line < step; line += 64) fetch_later(w + (q + (lane)) * step + line);        \
-        UNROLL for (int i = 0; i < rows; i++) {                                                                   \
-            left[i] = DOT_HERE(left[i], first, own + i * 4 * gq + 4 * q, lane);                                   \
-            right[i] = DOT_HERE(right[i], second, own + i * 4 * gq + 4 * q, lane);                                \
-        }                                                                                                         \
+#define COARSE_STEP(lane)                                                                                  \
+    {                                                                                                      \
+        vi first, second;                                                                                  \
+        load_codes(&first, &second, w + (q + (lane)) * step, form);                                        \
+        for (long line = 0; ahead && line < step; line += 64) fetch_later(w + (q + (lane)) * step + line); \
+        UNROLL for (int i = 0; i < rows; i++) {                                                            \
+            left[i] = DOT_HERE(left[i], first, own + i * 4 * gq + 4 * q, lane);                            \
+            right[i] = DOT_HERE(right[i], second, own + i * 4 * gq + 4 * q, lane);                         \
+        }                                                                                                  \
     }
 
 /* arguments of load_qparams */
@@ -324,12 +330,11 @@ enum { OF_8 = 1, OF_8_OFFSETS = 2, OF_4 = 4 };
 
 INLINE void coarse_tile_of(const int mr, const int form, const int stored, const int fixed, const void *x, const char *w,
                            const void *scales, long kq, const struct groups *g, float *buf) {
-    const int are_8 = FIXED_GROUPS && g->gq == 8 && kq % 8 == 0, are_4 = FIXED_GROUPS && g->gq == 4 && kq % 4 == 0;
-    if (fixed & OF_8 && are_8 && !g->offsets)
+    if (FIXED_GROUPS && fixed & OF_8 && g->gq == 8 && kq % 8 == 0 && !g->offsets)
         coarse_tile(mr, form, stored, 8, 0, x, w, scales, kq, g, buf);
-    else if (fixed & OF_8_OFFSETS && are_8 && g->offsets)
+    else if (FIXED_GROUPS && fixed & OF_8_OFFSETS && g->gq == 8 && kq % 8 == 0 && g->offsets)
         coarse_tile(mr, form, stored, 8, 1, x, w, scales, kq, g, buf);
-    else if (fixed & OF_4 && are_4 && !g->offsets)
+    else if (FIXED_GROUPS && fixed & OF_4 && g->gq == 4 && kq % 4 == 0 && !g->offsets)
         coarse_tile(mr, form, stored, 4, 0, x, w, scales, kq, g, buf);
     else
         coarse_tile(mr, form, stored, 0, g->offsets, x, w, scales, kq, g, buf);

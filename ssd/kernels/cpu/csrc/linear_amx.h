@@ -51,9 +51,9 @@ INLINE void amx_bf16_tile(const int both, const char *x, long next, long rows, c
     tile_store(3, buf2 + VL, ld);
 }
 
-#define AMX_DIGIT(sums, d)                     \
-    if (digits > (d))                          \
-    {                                          \
+#define AMX_DIGIT(sums, d)                       \
+    if (digits > (d))                            \
+    {                                            \
         tile_load(6, x + (d)*rows * step, step); \
         tile_dot_bytes(sums, 6, 7);              \
     }
@@ -108,18 +108,18 @@ INLINE void amx_dot_tile(const int digits, long mr, long rows, long step, const 
     }
 }
 
-#define AMX_COARSE(left, right, out)                       \
-    tile_zero(left);                                      \
-    tile_zero(right);                                     \
-    for (long q = 0; q < quads; q += step / 4) {           \
-        tile_load(6, x, step);                           \
-        tile_load(7, own, 4 * NR);                       \
-        tile_dot_bytes(left, 6, 7);                          \
-        tile_load(5, own + 4 * VL, 4 * NR);              \
-        tile_dot_bytes(right, 6, 5);                         \
-        x += rows * step, own += step * NR;                \
-    }                                                      \
-    tile_store(left, (out)[0], 64);                      \
+#define AMX_COARSE(left, right, out)             \
+    tile_zero(left);                             \
+    tile_zero(right);                            \
+    for (long q = 0; q < quads; q += step / 4) { \
+        tile_load(6, x, step);                   \
+        tile_load(7, own, 4 * NR);               \
+        tile_dot_bytes(left, 6, 7);              \
+        tile_load(5, own + 4 * VL, 4 * NR);      \
+        tile_dot_bytes(right, 6, 5);             \
+        x += rows * step, own += step * NR;      \
+    }                                            \
+    tile_store(left, (out)[0], 64);              \
     tile_store(right, (out)[1], 64);
 
 /* A tile of coarse rows against a panel.  Beside the products of a group, the codes of the next one are unpacked, if they

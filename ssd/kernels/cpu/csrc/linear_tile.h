@@ -26,6 +26,7 @@ INLINE void widen(vf *lo, vf *hi, const char *w, const int type) {
         *lo = from_e4m3(w), *hi = from_e4m3(w + VL);
 }
 
+/* quad q of k: x of mr rows in xq, a panel at w */
 #define STEP(lane)                                          \
     {                                                       \
         vf lo, hi;                                          \
@@ -36,21 +37,7 @@ INLINE void widen(vf *lo, vf *hi, const char *w, const int type) {
         }                                                   \
     }
 
-/* Rows of x by the two halves of a panel, over kq quads of k.  Every output element is one chain of FMAs over k, whatever the
- * number of rows.  x is packed as [K/4][MR][4].  The sums of mr rows live in registers. */
-INLINE void sum_products(const int mr, const int type, const float *x, const char *w, long kq, vf *left, vf *right) {
-    const long step = NR * bytes_of(type);
-    UNROLL for (int m = 0; m < mr; m++) left[m] = right[m] = vset(0.0f);
-    for (long q = 0; q < kq; q++) {
-        quad xq[8];
-        UNROLL for (int m = 0; m < mr; m++) xq[m] = quad_load(x + 4 * m);
-        STEP(0) STEP(1) STEP(2) STEP(3)
-        x += 4 * mr;
-        w += 4 * step;
-    }
-}
-
-/* the sums of a tile's rows, to buf[m][NR] */
+/* the sums of a tile's rows for the two halves of a panel, to buf[m][NR] */
 INLINE void store_tile(const int mr, float *buf, const vf *left, const vf *right) {
     UNROLL for (int m = 0; m < mr; m++) {
         vstore(buf + m * TASK_PANELS * NR, left[m]);
@@ -58,12 +45,22 @@ INLINE void store_tile(const int mr, float *buf, const vf *left, const vf *right
     }
 }
 
-typedef void tile_fn(const float *x, const char *w, long kq, float *buf);
-#define TILE(mr, name, type)                                                      \
-    static void name##_##mr(const float *x, const char *w, long kq, float *buf) { \
-        vf left[8], right[8];                                                     \
-        sum_products(mr, type, x, w, kq, left, right);                            \
-        store_tile(mr, buf, left, right);                                         \
+/* buf = x tile @ panel^T.  Every output element is one chain of FMAs over k, whatever the number of rows.  x is packed as
+ * [K/4][MR][4]. */
+INLINE void tile(const int mr, const int type, const float *x, const char *w, long kq, float *buf) {
+    const long step = NR * bytes_of(type);
+    vf left[8], right[8]; /* mr of each live in registers */
+    UNROLL for (int m = 0; m < mr; m++) left[m] = right[m] = vset(0.0f);
+    for (long q = 0; q < kq; q++, x += 4 * mr, w += 4 * step) {
+        quad xq[8];
+        UNROLL for (int m = 0; m < mr; m++) xq[m] = quad_load(x + 4 * m);
+        STEP(0) STEP(1) STEP(2) STEP(3)
     }
+    store_tile(mr, buf, left, right);
+}
+
+typedef void tile_fn(const float *x, const char *w, long kq, float *buf);
+#define TILE(mr, name, type) \
+    static void name##_##mr(const float *x, const char *w, long kq, float *b) { tile(mr, type, x, w, kq, b); }
 FOR_ROWS(TILE, tile_fp32, FP32) FOR_ROWS(TILE, tile_bf16, BF16)
 static tile_fn *const TILES[2][9] = {BY_ROWS(MR_MAX, tile_fp32), BY_ROWS(MR_MAX, tile_bf16)};
