@@ -1,4 +1,4 @@
-"""What does each product kernel of a GPU gain over the next more general one? Microseconds of a layer's four products.
+"""What does each product kernel of a GPU gain over the next more general one? Times of a layer's four products.
 
     python bench/kernels.py                             # those of Llama-3.1-8B
     python bench/kernels.py --json bench/results/kernels.json
@@ -80,7 +80,7 @@ def taken_away(kernels: tuple[Callable[[], mock._patch[object]], ...]) -> Iterat
 def main() -> None:
     args = _arguments()
     found: Rows = {}
-    shapes = {"qwen3-30b-a3b, attention": NARROW} | {
+    shapes = {"qwen3-30b-a3b": NARROW} | {
         name: [each for each in products(SHAPES[name]) if each[0] != "head"] for name in args.shape
     }
     print(f"{'kernel / more general one':<36} {'rows':>5} {'us':>8} {'general':>8} {'gain':>5}")
@@ -89,8 +89,7 @@ def main() -> None:
         for name, (prepare, row_counts, kernels) in CASES.items():
             for rows, (own, general) in timed(sizes, prepare, row_counts, kernels).items():
                 print(f"{name:<36} {rows:>5} {1e6 * own:>8.1f} {1e6 * general:>8.1f} {general / own:>5.2f}", flush=True)
-                figures = {"us": round(1e6 * own, 1), "more general, us": round(1e6 * general, 1)}
-                found[f"{shape}, {name}, rows {rows}"] = {**figures, "gain": round(general / own, 2)}
+                found.setdefault(f"{shape}: {name}", {})[f"{rows} rows"] = round(general / own, 2)
     record(args.json, found)
 
 
