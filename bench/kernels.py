@@ -89,7 +89,7 @@ def main() -> None:
         for name, (prepare, row_counts, kernels) in CASES.items():
             for rows, (own, general) in timed(sizes, prepare, row_counts, kernels).items():
                 print(f"{name:<36} {rows:>5} {1e6 * own:>8.1f} {1e6 * general:>8.1f} {general / own:>5.2f}", flush=True)
-                found.setdefault(f"{shape}: {name}", {})[f"{rows} rows"] = round(general / own, 2)
+                found.setdefault(f"{shape}, rows {rows}", {})[name] = round(general / own, 2)
     record(args.json, found)
 
 
