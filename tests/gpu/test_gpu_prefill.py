@@ -66,7 +66,7 @@ def test_it_is_used_where_it_has_the_bits_of_the_other(
 
     def used() -> bool:
         kernel = prefill.OverlappedPrefill(attention.Workspace([heads], CUDA))
-        return kernel(q, torch.empty_like(q).flatten(1), batch, cache, cache)
+        return kernel(q, torch.empty_like(q).flatten(1), batch, heads, cache, cache)
 
     assert used()
     monkeypatch.setattr(prefill, "prefill_attention", lambda q, out, *_: out.copy_(q.flatten(1)))
