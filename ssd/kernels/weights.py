@@ -36,6 +36,17 @@ class RowRounding:
     scale: torch.Tensor | None = None
 
 
+def rows_and_scales(
+    x: Rows, rounding: RowRounding | None, round_rows: Callable[[torch.Tensor, RowRounding], RoundedRows]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows as they are multiplied, rounded if that is wanted and was not done before, and their scales."""
+    if not isinstance(x, RoundedRows):
+        if rounding is None:
+            return x, None
+        x = round_rows(x, rounding)
+    return x.values, x.scales.contiguous()
+
+
 class GLU(NamedTuple):
     """What gate and up rows of a gated weight become: silu(gate) * (up + shift), with silu(x) = x sigmoid(slope x),
     after the gate was limited from above and up on both sides."""

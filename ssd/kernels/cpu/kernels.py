@@ -28,7 +28,7 @@ from ssd.kernels.cpu.threads import num_threads
 from ssd.kernels.ops import UNSCALED, KVScales
 from ssd.kernels.weights import GLU, SWIGLU, Routing
 
-_STORAGE = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}  # as `numbers.h` numbers them
+_STORAGE = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}  # as `dtypes.h` numbers them
 
 
 class Kernels:

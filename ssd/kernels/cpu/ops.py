@@ -12,7 +12,7 @@ from ssd.kernels.cpu.kernels import Kernels
 from ssd.kernels.cpu.pack import PackedExperts, PackedWeight, has_half_scales
 from ssd.kernels.cpu.recording import Recordings
 from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, SharedOps
-from ssd.kernels.weights import GLU, Routing, RowRounding, Rows, Weight
+from ssd.kernels.weights import GLU, Routing, RowRounding, Rows, Weight, rows_and_scales
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class CpuWeight(Weight):
     rounding: RowRounding | None = None
 
     def linear(self, x: Rows, bias: torch.Tensor | None = None, *, float32: bool = False) -> torch.Tensor:
-        rows, scales = _rows(x, self.rounding)
+        rows, scales = rows_and_scales(x, self.rounding, rounded_rows)
         return self.kernels.linear(rows, self.packed, bias, float32=float32, row_scales=scales)
 
     def embedding(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -44,17 +44,8 @@ class CpuExperts(Weight):
         glu: GLU | None = None,
         float32: bool = False,
     ) -> torch.Tensor:
-        rows, scales = _rows(x, self.rounding)
+        rows, scales = rows_and_scales(x, self.rounding, rounded_rows)
         return self.kernels.expert_linear(rows, self.packed, routing, bias, glu=glu, float32=float32, row_scales=scales)
-
-
-def _rows(x: Rows, rounding: RowRounding | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows as they are multiplied, and their scales."""
-    if isinstance(x, torch.Tensor):
-        if rounding is None:
-            return x, None
-        x = rounded_rows(x, rounding)
-    return x.values, x.scales.contiguous()
 
 
 class CpuOps(SharedOps):

@@ -8,7 +8,7 @@ import torch
 
 from ssd.kernels.cuda import cublaslt, few_rows, fp8_linear
 from ssd.kernels.triton import codes_linear, elementwise, experts, linear, packing, row_codes
-from ssd.kernels.weights import GLU, Norm, RoundedRows, Routing, RowRounding, Rows, Weight
+from ssd.kernels.weights import GLU, Norm, RoundedRows, Routing, RowRounding, Rows, Weight, rows_and_scales
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class CodesWeight(Weight):
     rounding: RowRounding | None = None
 
     def linear(self, x: Rows, bias: torch.Tensor | None = None, *, float32: bool = False) -> torch.Tensor:
-        rows, scales = self._rows(x)
-        bias = alternating(bias) if self.gated and bias is not None else bias
+        rows, scales = rows_and_scales(x, self.rounding, row_codes.rounded_rows)
+        bias = _bias(bias, self.gated)
         out_dtype = torch.float32 if float32 else rows.dtype
         if few_rows.takes(rows, self.packed, bias, scales):
             product = few_rows.linear
@@ -72,20 +72,12 @@ class CodesWeight(Weight):
         glu: GLU | None = None,
         float32: bool = False,
     ) -> torch.Tensor:
-        rows, scales = self._rows(x)
+        rows, scales = rows_and_scales(x, self.rounding, row_codes.rounded_rows)
         out_dtype = torch.float32 if float32 else rows.dtype
         return experts.expert_linear(rows, self.packed, routing, bias, glu=glu, out_dtype=out_dtype, row_scales=scales)
 
     def embedding(self, token_ids: torch.Tensor) -> torch.Tensor:
         return packing.packed_rows(self.packed, token_ids)
-
-    def _rows(self, x: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows as they are multiplied, and their scales."""
-        if isinstance(x, torch.Tensor):
-            if self.rounding is None:
-                return x, None
-            x = row_codes.rounded_rows(x, self.rounding)
-        return x.values, x.scales.contiguous()
 
 
 @dataclass(frozen=True)
@@ -104,7 +96,7 @@ class Fp8Weight(Weight):
     def linear(self, x: Rows, bias: torch.Tensor | None = None, *, float32: bool = False) -> torch.Tensor:
         rows = x if isinstance(x, RoundedRows) else row_codes.rounded_rows(x, self.rounding, narrow=True)
         return fp8_linear.linear(
-            *(rows.values, self.values, self.scales, alternating(bias) if self.gated and bias is not None else bias),
+            *(rows.values, self.values, self.scales, _bias(bias, self.gated)),
             gated=self.gated,
             out_dtype=torch.float32 if float32 else torch.bfloat16,
             row_scales=rows.scales.contiguous(),
@@ -119,6 +111,11 @@ def alternating(rows: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows.chunk(2), dim=1).flatten(0, 1)
 
 
+def _bias(bias: torch.Tensor | None, gated: bool) -> torch.Tensor | None:
+    """In the order of the rows of the prepared weight."""
+    return alternating(bias) if gated and bias is not None else bias
+
+
 def _dense_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool, float32: bool
 ) -> torch.Tensor:
@@ -126,8 +123,7 @@ def _dense_linear(
     product = None if library is None else library.linear(x, weight, bias, out_dtype, gated=gated)
     if product is not None:
         return product
-    bias = alternating(bias) if gated and bias is not None else bias
-    return linear.linear(x, weight, bias, gated=gated, out_dtype=out_dtype)
+    return linear.linear(x, weight, _bias(bias, gated), gated=gated, out_dtype=out_dtype)
 
 
 def _wide_linear(
