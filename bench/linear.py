@@ -4,12 +4,15 @@
     python bench/linear.py --device cuda --shape llama-3.1-8b qwen3-0.6b  # one GPU, bfloat16
     python bench/linear.py --rows 1 8 32 128
     python bench/linear.py --device cuda --shape llama-3.1-70b --quantization fp8 int4 --rows 1 8 32
+    python bench/linear.py --device cuda --quantization q4_k q6_k q8_0 awq fp8_block --rows 1 8 32 64 256 4096
 
 Ours and what is used (on a GPU ours or cuBLASLt's, whichever was measured to be faster) are row-invariant, torch's need
 not be. The gate/up product includes its activation, except for torch's. The last columns are weights read per second
 and operations per second of what is used. Each product runs over so many copies of its weight that no cache holds them
-all; on a GPU in one CUDA graph: launches do not count. With --quantization: the layers' weights in these formats, the
-head in the type of the rows; `step` is all products of the model, and `floor` its bytes over the copy bandwidth.
+all; on a GPU in one CUDA graph: launches do not count. With --quantization: the layers' weights in these formats (those
+of float weights that are rounded, or random codes as published files have them); `layer` is all products of a layer,
+`floor` the bytes of the prepared weights over the copy bandwidth, and `bf16` the time of the widened weights over
+theirs. Rows are rounded where the format says so.
 """
 
 from __future__ import annotations
@@ -18,20 +21,19 @@ import argparse
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Final, NamedTuple, cast, get_args
 
 import torch
 from decode import copy_bandwidth, device_seconds
 
 from ssd.bench.record import HELP, Rows, record
 from ssd.grafts.shapes import SHAPES
-from ssd.kernels.codes import Format
+from ssd.kernels.codes import Codes, CodeType, Factors, Format, bits_of, dequantize, quantize
 from ssd.kernels.device import kernels
-from ssd.kernels.weights import Weight
-from ssd.layers.formats import DENSE, Use
-from ssd.layers.formats.rounded import Rounded
+from ssd.kernels.weights import RowRounding, Weight
 from ssd.models.config import DecoderConfig
 
 _BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}  # of all copies of a weight
@@ -75,39 +77,109 @@ def bench(shape: str, row_counts: list[int], device: torch.device) -> Rows:
     return found
 
 
+class Published(NamedTuple):
+    """Codes as published files have them."""
+
+    kind: CodeType
+    group: int
+    numbers: str = "half"  # "half" or "factors" (K types); "zeros": with a zero point; "single": float32
+    offsets: bool = False
+    rows: RowRounding | None = None
+
+    def codes(self, columns: int, depth: int, device: torch.device) -> Codes:
+        """Random ones, of weights whose products have a deviation of about 1."""
+        bits, groups = bits_of(self.kind), depth // self.group
+        values = torch.randint(0, 1 << bits, (columns, depth), dtype=torch.uint8, device=device)
+        if self.kind == "fp8":
+            values[values & 0x7F == 0x7F] = 0  # not a number
+        size = depth**-0.5 / (100 if self.kind == "fp8" else 2 ** (bits - 2))
+        scales = (torch.rand(columns, groups, device=device) + 0.5) * size
+        scales = scales if self.numbers == "single" else scales.half().float()
+        offsets = -8 * scales if self.offsets else None
+        if self.numbers == "zeros":
+            offsets = scales * torch.randint(-2, 3, scales.shape, device=device)
+        if self.numbers != "factors":
+            return Codes(values, scales, self.kind, depth, offsets)
+        count = 2 if self.offsets else 1
+        integers = torch.randint(16, 64, (count, columns, groups), dtype=torch.int8, device=device)
+        units = torch.full((count, columns, depth // 256), size / 40, device=device).half()
+        units[1:] *= -8
+        scales, *others = units.float().repeat_interleave(256 // self.group, 2) * integers.float()
+        factors = Factors(integers, units)
+        return Codes(values, scales, self.kind, depth, others[0] if others else None, factors)
+
+
+PUBLISHED: Final = {
+    "q4_0": Published("int4", 32),
+    "q4_1": Published("uint4", 32, offsets=True),
+    "q4_k": Published("uint4", 32, "factors", offsets=True),
+    "q5_k": Published("int8", 32, "factors", offsets=True),
+    "q6_k": Published("int8", 16, "factors"),
+    "q8_0": Published("int8", 32),
+    "awq": Published("int4", 128, "zeros"),
+    "gptq": Published("int4", 128),
+    "fp8_block": Published("fp8", 128, "single", rows=RowRounding(group=128)),
+}
+
+
 @torch.inference_mode()
-def bench_format(shape: str, form: Format, row_counts: list[int], device: torch.device) -> Rows:
-    """Products with quantised weights as a target multiplies them."""
+def bench_format(shape: str, form: str, row_counts: list[int], device: torch.device) -> Rows:
+    """Products with quantised weights as a target multiplies them, beside those of the widened ones."""
     found: Rows = {}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    ops, layers = kernels(device).ops(), SHAPES[shape].num_layers
+    ops = kernels(device).ops()
     speed = copy_bandwidth(device) if device.type == "cuda" else host_bandwidth(device)
-    titles = f"{'product':<10} {'columns':>8} {'depth':>6} {'rows':>5} {'us':>9} {'GB/s':>6} {'floor':>6}"
+    titles = f"{'product':<10} {'columns':>8} {'depth':>6} {'rows':>5} {'us':>9} {'GB/s':>6} {'floor':>6} {'bf16':>6}"
     print(f"{shape} in {form}, copies at {speed / 1e9:.0f} GB/s\n{titles}")
-    steps, total = dict.fromkeys(row_counts, 0.0), 0
+    layers, total = {rows: [0.0, 0.0] for rows in row_counts}, 0
     for name, columns, depth in products(SHAPES[shape]):
-        weight_format = DENSE if name == "head" else Rounded(form, exact=True)
-        use, times = Use(gated=name == "gate/up"), 1 if name == "head" else layers
-        size = weight_format.num_bytes(columns, depth, dtype, use)
-        total += times * size
-        weight = {"weight": torch.randn(columns, depth, device=device, dtype=dtype)}
-        prepared = [weight_format.prepare([weight], ops, dtype, use) for _ in range(copies(size, device))]
+        if name == "head":
+            continue
+        gated = name == "gate/up"
+        if form in PUBLISHED:
+            codes, how = PUBLISHED[form].codes(columns, depth, device), PUBLISHED[form].rows
+        else:
+            codes, how = quantize(torch.randn(columns, depth, device=device, dtype=dtype), cast(Format, form)), None
+        first = ops.prepare_codes(codes, dtype, gated=gated, rows=how)
+        size = stored_bytes(first)
+        total += size
+        count = copies(size, device)
+        prepared = [first, *(ops.prepare_codes(codes, dtype, gated=gated, rows=how) for _ in range(count - 1))]
+        dense = [ops.prepare(dequantize(codes, dtype), gated=gated) for _ in range(max(2, count // 3))]
         for rows in row_counts:
             x = torch.randn(rows, depth, device=device, dtype=dtype)
-            product = functools.partial(multiplied, float32=name == "head")
-            work = functools.partial(over, product, x, prepared)
-            took = seconds(work, device) / len(prepared)
-            steps[rows] += times * took
-            rates = f"{1e6 * took:>9.1f} {size / took / 1e9:>6.0f} {size / took / speed:>6.2f}"
-            print(f"{name:<10} {columns:>8} {depth:>6} {rows:>5} {rates}", flush=True)
-            figures = {"us": round(1e6 * took, 1), "of the floor": round(size / took / speed, 2)}
-            found[f"{shape} in {form}, {name}, rows {rows}"] = figures
-    for rows, took in steps.items():
-        rates = f"{1e6 * took:>9.1f} {total / took / 1e9:>6.0f} {total / took / speed:>6.2f}"
-        print(f"{'step':<10} {'':>8} {'':>6} {rows:>5} {rates}")
-        figures = {"us": round(1e6 * took, 1), "of the floor": round(total / took / speed, 2)}
-        found[f"{shape} in {form}, step, rows {rows}"] = figures
+            took, wide = (
+                seconds(functools.partial(over, multiplied, x, each), device) / len(each) for each in (prepared, dense)
+            )
+            layers[rows][0] += took
+            layers[rows][1] += wide
+            found[f"{shape} in {form}, {name}, rows {rows}"] = shown(
+                name, columns, depth, rows, size, speed, took, wide
+            )
+    for rows, (took, wide) in layers.items():
+        found[f"{shape} in {form}, layer, rows {rows}"] = shown("layer", "", "", rows, total, speed, took, wide)
     return found
+
+
+def shown(
+    name: str, columns: int | str, depth: int | str, rows: int, size: int, speed: float, took: float, wide: float
+) -> dict[str, float]:
+    floor, gain = size / took / speed, wide / took
+    rates = f"{1e6 * took:>9.1f} {size / took / 1e9:>6.0f} {floor:>6.2f} {gain:>6.2f}"
+    print(f"{name:<10} {columns:>8} {depth:>6} {rows:>5} {rates}", flush=True)
+    return {"us": round(1e6 * took, 1), "of the floor": round(floor, 2), "of bf16": round(gain, 2)}
+
+
+def stored_bytes(weight: Weight) -> int:
+    """Of all tensors of a prepared weight."""
+
+    def tensors(of: object) -> Iterator[torch.Tensor]:
+        if isinstance(of, torch.Tensor):
+            yield of
+        for each in of if isinstance(of, tuple) else vars(of).values() if is_dataclass(of) else ():
+            yield from tensors(each)
+
+    return sum(each.nbytes for each in tensors(weight))
 
 
 def own(*, gated: bool) -> Product:
@@ -193,7 +265,9 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--shape", choices=sorted(SHAPES), nargs="+", help="whose products")
-    parser.add_argument("--quantization", choices=get_args(Format), nargs="+", help="formats of the layers' weights")
+    parser.add_argument(
+        "--quantization", choices=[*get_args(Format), *PUBLISHED], nargs="+", help="formats of the layers' weights"
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128, 512])
     parser.add_argument("--json", type=Path, help=HELP)
     return parser.parse_args()

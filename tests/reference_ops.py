@@ -85,7 +85,6 @@ class ReferenceOps(SharedOps):
         *,
         gated: bool = False,
         experts: int = 0,
-        exact: bool = True,
         rows: RowRounding | None = None,
         coarse: bool = False,
     ) -> Weight:

@@ -137,15 +137,13 @@ class Ops(Protocol):
         *,
         gated: bool = False,
         experts: int = 0,
-        exact: bool = True,
         rows: RowRounding | None = None,
         coarse: bool = False,
     ) -> Weight:
         """Lays out a quantised weight for products with rows of type `dtype`, else as `prepare`.
 
-        Not `exact`: for drafts, whose products need not be row-invariant. `rows`: what rows are rounded to before every
-        product. `coarse`: rows may be rounded to integers of 8 bits, with a scale for each group of the weight (of 128
-        at most): a CPU multiplies such integers several times as fast.
+        `rows`: what rows are rounded to before every product. `coarse`: rows may be rounded to integers of 8 bits, with
+        a scale for each group of the weight (of 128 at most): a CPU multiplies such integers several times as fast.
         """
 
     def route(self, logits: torch.Tensor, count: int, *, chosen: bool) -> Routing:

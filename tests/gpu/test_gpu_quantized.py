@@ -16,13 +16,13 @@ from fakes import wait_until_idle
 from stored_codes import CODES, some_codes
 
 from ssd import LLM, SamplingParams
-from ssd.kernels.codes import Format, dequantize, quantize, rounded_rows
+from ssd.kernels.codes import Format, dequantize, quantize
 from ssd.kernels.triton import elementwise, row_codes
 from ssd.kernels.triton.codes_linear import codes_linear
 from ssd.kernels.triton.ops import TritonOps
 from ssd.kernels.triton.packing import pack
 from ssd.kernels.triton.weights import Fp8Weight
-from ssd.kernels.weights import RoundedRows, RowRounding, Rows
+from ssd.kernels.weights import RoundedRows, RowRounding
 from ssd.prompts import load_prompts
 
 pytestmark = pytest.mark.gpu
@@ -62,13 +62,13 @@ def test_a_row_has_the_same_bits_in_any_company(case: int, scaled: bool) -> None
     (code, group, offsets), (columns, depth) = CODES[case], SIZES[case % len(SIZES)]
     ops, device = TritonOps(), torch.device("cuda")
     codes = some_codes(code, columns, depth, group or depth, offsets=offsets, device=device)
-    gated = ops.prepare_codes(codes, torch.bfloat16, gated=True)
-    plain = ops.prepare_codes(codes, torch.bfloat16)
+    rounding = RowRounding(group=group or None) if scaled else None
+    gated = ops.prepare_codes(codes, torch.bfloat16, gated=True, rows=rounding)
+    plain = ops.prepare_codes(codes, torch.bfloat16, rows=rounding)
     x = torch.randn(2500, depth, device=device).to(torch.bfloat16)
-    rounded = rounded_rows(x, RowRounding(group=group or None)) if scaled else None
 
-    def chosen(index: Any) -> Rows:
-        return x[index] if rounded is None else RoundedRows(rounded.values[index], rounded.scales[index])
+    def chosen(index: Any) -> torch.Tensor:
+        return x[index]
 
     wanted = [7, 0, 900, 2499]
     alone = [[weight.linear(chosen([i]))[0] for i in wanted] for weight in (plain, gated)]

@@ -18,7 +18,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from ssd.kernels.codes import Codes, CodeType
+from ssd.kernels.codes import Codes, CodeType, bits_of
 from ssd.kernels.ops import Branches, DeviceBatch, ExpertOutputs, HeadShape, Rope
 from ssd.kernels.triton import attention, elementwise, experts, features, linear, packing, row_codes
 from ssd.kernels.triton import codes_linear as codes_linear
@@ -98,31 +98,58 @@ def test_products(architecture: int, dtype: torch.dtype) -> None:
             )
 
 
+def grouped(
+    kind: CodeType, columns: int, depth: int, group: int, numbers: packing.NumberKind, dtype: torch.dtype, strips: bool
+) -> packing.PackedCodes:
+    """As `packing.pack` makes it; K types and zero points have offsets."""
+    parts = 32 // bits_of(kind)
+    block = (256 if strips else 128) // parts
+    words = ints(depth // 256, columns // 16, 32 // parts, 32, 4) if strips else ints(columns, depth // parts)
+    data = packing.GroupNumbers(
+        empty(1, columns // 16, 64, dtype=torch.uint8), numbers, numbers in ("factors", "zeros")
+    )
+    return packing.PackedCodes(words, None, data, None, kind, dtype, columns, depth, block, group, False)
+
+
 @pytest.mark.parametrize(
-    ("kind", "group", "offsets", "dtype"),
+    ("kind", "group", "dtype"),
     [
-        ("fp8", 4096, False, torch.bfloat16),
-        ("fp8", 128, False, torch.float16),
-        ("int8", 16, False, torch.bfloat16),
-        ("int4", 128, False, torch.bfloat16),
-        ("uint4", 32, True, torch.bfloat16),
-        ("fp4", 32, False, torch.bfloat16),
+        ("fp8", 4096, torch.bfloat16),
+        ("int8", 4096, torch.float16),
+        ("int4", 128, torch.bfloat16),
+        ("fp4", 32, torch.bfloat16),
     ],
 )
-def test_quantized_products(architecture: int, kind: CodeType, group: int, offsets: bool, dtype: torch.dtype) -> None:
+def test_quantized_products(architecture: int, kind: CodeType, group: int, dtype: torch.dtype) -> None:
     depth, columns = 4096, 8192
-    codes = Codes(
-        empty(columns, depth, dtype=torch.uint8),
-        empty(columns, depth // group, dtype=torch.float32),
-        kind,
-        depth,
-        empty(columns, depth // group, dtype=torch.float32) if offsets else None,
-    )
-    weight = packing.pack(codes, dtype)
+    scales = empty(columns, depth // group, dtype=torch.float32)
+    weight = packing.pack(Codes(empty(columns, depth, dtype=torch.uint8), scales, kind, depth), dtype)
     for rows in (1, 64):
-        x, scales = empty(rows, depth, dtype=dtype), empty(rows, depth // group, dtype=torch.float32)
+        x, row_scales = empty(rows, depth, dtype=dtype), empty(rows, 1, dtype=torch.float32)
         codes_linear.codes_linear(x, weight)
-        codes_linear.codes_linear(x, weight, gated=True, row_scales=scales)
+        codes_linear.codes_linear(x, weight, gated=True, row_scales=row_scales)
+    codes_linear.widened(weight, dtype, index=empty(5, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "numbers", "dtype"),
+    [
+        ("fp8", 128, "float32", torch.float16),
+        ("int8", 16, "factors", torch.bfloat16),
+        ("int4", 128, "zeros", torch.bfloat16),
+        ("int4", 32, "zeros", torch.float32),
+        ("uint4", 32, "factors", torch.bfloat16),
+    ],
+)
+def test_products_of_weights_in_groups(
+    architecture: int, kind: CodeType, group: int, numbers: packing.NumberKind, dtype: torch.dtype
+) -> None:
+    depth, columns = 4096, 8192
+    weight = grouped(kind, columns, depth, group, numbers, dtype, strips=False)
+    for rows in (1, 64):
+        codes_linear.codes_linear(empty(rows, depth, dtype=dtype), weight, gated=rows == 64)
+    codes_linear.widened(weight, dtype, outputs=slice(16, 40))
+    codes_linear.widened(grouped(kind, columns, depth, group, numbers, dtype, strips=True), dtype, depth=slice(0, 2048))
 
 
 @pytest.mark.parametrize(
@@ -133,6 +160,7 @@ def test_quantized_products(architecture: int, kind: CodeType, group: int, offse
         ("fp8", 0, torch.bfloat16),
         ("fp4", 32, torch.bfloat16),
         ("int4", 128, torch.bfloat16),
+        ("uint4", 128, torch.bfloat16),
     ],
 )
 def test_experts(architecture: int, kind: CodeType | None, group: int, dtype: torch.dtype) -> None:
@@ -142,7 +170,9 @@ def test_experts(architecture: int, kind: CodeType | None, group: int, dtype: to
         routing = experts.route(logits, 4, chosen=rows == 1)
         for columns, depth, inputs, glu in ((2048, 2048, rows, GLU(1.702, 7.0, 1.0)), (2048, 1024, 4 * rows, None)):
             weight: torch.Tensor | packing.PackedCodes = empty(32 * columns, depth, dtype=dtype)
-            if kind is not None:
+            if kind == "uint4":
+                weight = grouped(kind, 32 * columns, depth, group, "zeros", dtype, strips=False)
+            elif kind is not None:
                 scales = empty(32 * columns, depth // (group or depth), dtype=torch.float32)
                 weight = packing.pack(Codes(weight.to(torch.uint8), scales, kind, depth), dtype, strips=kind == "fp4")
             x, bias = empty(inputs, depth, dtype=dtype), empty(32 * columns, dtype=dtype)

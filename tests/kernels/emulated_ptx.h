@@ -114,6 +114,7 @@ template <int COUNT>
 static void meet() {
     gather(fiber->block->some, COUNT);
 }
+static void meet(int count) { gather(fiber->block->some, count); }
 static void wait_for_earlier_kernels() {}
 static void let_later_kernels_begin() {}
 static void pause() { yield(); }
@@ -253,6 +254,10 @@ static bf16 load2(const bf16* p) { return *p; }
 static void load16_if(bool wanted, const void* p, uint4& v) {
     if (wanted) v = load16(p);
 }
+template <int half>
+static float of_half(u32 pair) {
+    return of16(pair >> 16 * half & 0xffff);
+}
 static void store8(void* p, uint2 v) { *(uint2*)p = v; }
 static void store16(void* p, uint4 v) { *(uint4*)p = v; }
 static int atomicAdd(int* p, int v) {
@@ -329,7 +334,7 @@ static void arrive_when_copied(u64* b) { mbarrier_arrive(b); }
 // What `nvrtc.tensor_map` says, with the sizes of a box.
 struct TensorMap {
     const bf16* at;
-    long long rows, stride, parts, box_rows;
+    long long rows, stride, width, parts, box_rows;
 };
 static void prefetch(const TensorMap&) {}
 static u32 swizzled(u32 at) { return at ^ (at >> 7 & 7) << 4; }
@@ -342,7 +347,7 @@ static void copy_box_if(bool wanted, void* to, const TensorMap& map, int first_r
         for (int part = 0; part < map.parts; ++part)
             for (int row = 0; row < map.box_rows; ++row)
                 for (int i = 0; i < 64; ++i) {
-                    const bool there = first_row + row < map.rows;
+                    const bool there = first_row + row < map.rows && first + part < map.width;
                     const bf16 v = there ? map.at[(first_row + row) * map.stride + (first + part) * 64 + i] : 0;
                     *(bf16*)(shared + swizzled(at + (part * map.box_rows + row) * 128 + i * 2)) = v;
                 }

@@ -15,9 +15,11 @@ COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 
 class TensorMap(ctypes.Structure):
-    """Of a matrix of 16-bit numbers, with `stride` of them from row to row, and the sizes of a box."""
+    """Of a matrix of 16-bit numbers, with `stride` of them from row to row, `width` parts of 64, and the sizes of a
+    box."""
 
-    _fields_ = [("at", ctypes.c_void_p), *((n, ctypes.c_longlong) for n in ("rows", "stride", "parts", "box_rows"))]
+    _sizes = ("rows", "stride", "width", "parts", "box_rows")
+    _fields_ = [("at", ctypes.c_void_p), *((name, ctypes.c_longlong) for name in _sizes)]
 
 
 def emulated_kernel(source: Path, entry: str, macros: Mapping[str, int]) -> ctypes.CDLL:

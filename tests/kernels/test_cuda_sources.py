@@ -12,15 +12,14 @@ from unittest import mock
 
 import pytest
 import torch
-from stored_codes import some_codes
+from stored_codes import NUMBERS, numbered_codes
 
-from ssd.kernels.codes import CodeType
 from ssd.kernels.cuda import nvrtc
 from ssd.kernels.ops import HeadShape
 from ssd.kernels.triton.packing import pack
 
 expert_rows = pytest.importorskip("ssd.kernels.cuda.expert_rows", reason="triton is not installed")
-from ssd.kernels.cuda import few_rows, fp8_attention, fp8_linear, persistent  # noqa: E402
+from ssd.kernels.cuda import few_rows, fp8_attention, fp8_linear, grouped_rows, persistent  # noqa: E402
 
 CPU = torch.device("cpu")
 NVCC = shutil.which("nvcc")
@@ -34,18 +33,10 @@ def nvrtc_is_there() -> bool:
     return True
 
 
-def packings() -> list[tuple[CodeType, int, int]]:
-    """Types, words of a block and groups of weights in strips, as `packing` makes them."""
-    kinds: list[tuple[CodeType, int]] = [("fp8", 0), ("int8", 0), *(("int4", group) for group in (16, 32, 64, 128))]
-    found = []
-    for kind, group in kinds:
-        for depth in (1024, 1280, 1152):
-            if group and depth % group:
-                continue
-            weight = pack(some_codes(kind, 16, depth, group or depth, offsets=False, device=CPU), torch.bfloat16)
-            if weight.strips:
-                found.append((kind, weight.block, few_rows._group(weight)))
-    return sorted(set(found))
+def variants() -> list[grouped_rows.Variant]:
+    """Of weights in groups, as `packing` makes them."""
+    cases = [numbered_codes(*case[:1], 16, case[4], *case[1:4], CPU) for case in NUMBERS]
+    return list(dict.fromkeys(grouped_rows.Variant.of(pack(codes, torch.bfloat16)) for codes in cases))
 
 
 def persistent_step(head_dim: int, *, qk_norm: bool, bias: bool) -> None:
@@ -82,12 +73,16 @@ def asked() -> list[tuple[Path, dict[str, int]]]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)))
-        for module in (few_rows, expert_rows, fp8_linear, fp8_attention):
+        for module in (few_rows, grouped_rows, expert_rows, fp8_linear, fp8_attention):
             stack.enter_context(mock.patch.object(module, "kernels", record_all))
         stack.enter_context(mock.patch.object(persistent, "compiled", record))
         stack.enter_context(mock.patch.object(persistent, "Kernel", side_effect=nvrtc.BuildError))
-        for packing in packings():
-            few_rows._kernels.__wrapped__(CPU, *packing)
+        for kind, group in (("fp8", 0), ("int8", 0), *(("int4", each) for each in (32, 64, 128))):
+            for block in (32, 64):
+                if not group or 8 * block % (4 * group) == 0:
+                    few_rows._kernels.__wrapped__(CPU, kind, block, group)
+        for variant in variants():
+            grouped_rows._kernels.__wrapped__(CPU, variant)
         for depth in (256, 2880):
             expert_rows._kernels.__wrapped__(CPU, depth)
         fp8_linear._kernels.__wrapped__(CPU)

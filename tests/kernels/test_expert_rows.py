@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bits import same_bits
 from conftest import mostly_slow
 from reference_ops import ReferenceOps
 from stored_codes import some_codes
@@ -15,7 +14,7 @@ from stored_codes import some_codes
 from ssd.kernels.codes import Codes, dequantize
 from ssd.kernels.cuda import expert_rows as kernel
 from ssd.kernels.triton.experts import route
-from ssd.kernels.triton.packing import PackedCodes, in_strips, pack, packed_rows, paired
+from ssd.kernels.triton.packing import PackedCodes, in_strips, pack, paired
 from ssd.kernels.weights import GLU, Routing
 from tests.kernels.emulation import COMPILER, addresses, constant, emulated_kernel
 
@@ -94,9 +93,3 @@ def test_parameters_have_the_source_s_fields_in_its_order() -> None:
     code = re.sub(r"//[^\n]*", "", body[1])
     names = [name for line in code.split(";") for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())]
     assert names == [name for name, _ in kernel.Params._fields_]
-
-
-def test_rows_of_a_weight_in_strips_are_its_own() -> None:
-    codes = some_codes("fp4", 48, 320, 32, offsets=False, device=CPU)
-    index = torch.tensor([0, 47, 17, 16])
-    assert same_bits(packed_rows(as_on_a_gpu(codes), index), dequantize(codes, torch.bfloat16)[index])

@@ -13,7 +13,7 @@ from stored_codes import some_codes
 
 from ssd.kernels.codes import Codes, CodeType, dequantize
 from ssd.kernels.cuda import few_rows as kernel
-from ssd.kernels.triton.packing import PackedCodes, in_strips, pack, packed_rows, paired
+from ssd.kernels.triton.packing import PackedCodes, in_strips, pack, paired
 from tests.kernels.emulation import COMPILER, TensorMap, addresses, emulated_kernel
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def emulated(
     library = emulated_kernel(kernel.SOURCE, "product", macros)
     y = torch.full((rows, weight.columns // (2 if gated else 1)), torch.nan)
     params = kernel.params_of(weight, bias, row_scales, y, gated, launch)
-    x_map = TensorMap(x.data_ptr(), rows, x.stride(0), weight.block * weight.parts // 64, 8 * tiles)
+    x_map = TensorMap(x.data_ptr(), rows, x.stride(0), weight.depth // 64, weight.block * weight.parts // 64, 8 * tiles)
     assert library.launch(addresses(x_map, params), blocks, launch.threads, launch.shared, seed), "a wait is endless"
     return y
 
@@ -138,15 +138,6 @@ def test_parameters_have_the_source_s_fields_in_its_order() -> None:
     code = re.sub(r"//[^\n]*", "", body[1])
     names = [name for line in code.split(";") for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())]
     assert names == [name for name, _ in kernel.Params._fields_]
-
-
-@pytest.mark.parametrize(("kind", "group"), [("fp8", 512), ("int4", 128)])
-def test_rows_of_a_weight_in_pairs_are_its_own(kind: CodeType, group: int) -> None:
-    """All numbers, in every place of a pair of words."""
-    codes = some_codes(kind, 40, 512, group, offsets=False, device=CPU)
-    index = torch.tensor([0, 39, 17, 16])
-    expected = dequantize(codes, torch.bfloat16)[index]
-    assert same_bits(packed_rows(as_on_a_gpu(codes), index), expected)
 
 
 @pytest.mark.parametrize(("strips", "share"), [(512, 4), (640, 5), (3584, 7), (384, 3), (1, 1)])

@@ -46,7 +46,7 @@ def test_attention(tokens: list[int]) -> None:
         *(tables.stride(0), 1.4426950408889634 / 16, 0.5, len(items), KV_HEADS, BLOCK_SIZE),
     )
     width = KV_HEADS * kernel.HEAD_DIM // 2
-    maps = [TensorMap(cache.data_ptr(), blocks * BLOCK_SIZE, width, 1, kernel.STEP) for cache in (k, v)]
+    maps = [TensorMap(cache.data_ptr(), blocks * BLOCK_SIZE, width, width // 64, 1, kernel.STEP) for cache in (k, v)]
     macros = {**kernel.macros_of(GROUP), "WARPS": 3, "AT_ONCE": 2}
     library = emulated_kernel(kernel.SOURCE, "attend", macros)
     shared = 1024 + 3 * macros["UNITS"] * 8192

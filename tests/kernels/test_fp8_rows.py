@@ -39,7 +39,7 @@ def test_products(rows: int, columns: int, depth: int, share: int, gated: bool) 
         *(y.stride(0), rows, columns, depth // (128 * kernel.PARTS), share, stages, gated, True),
     )
     maps = [
-        TensorMap(matrix.data_ptr(), len(matrix), depth // 2, kernel.PARTS, box)
+        TensorMap(matrix.data_ptr(), len(matrix), depth // 2, depth // 128, kernel.PARTS, box)
         for matrix, box in ((x, 8 * tiles), (weight, 8 * share))
     ]
     shared = kernel.RING_AT + stages * kernel.stage_bytes(share, tiles) + kernel.BEHIND

@@ -132,6 +132,8 @@ def test_products_of_stored_codes(kind: str, code: CodeType, group: int, offsets
     ops, device, types = make_ops(kind)
     depth, columns = 512, 38
     codes = some_codes(code, columns, depth, group or depth, offsets=offsets, device=device)
+    if kind == "triton" and row_scales != "none" and (group or row_scales == "group"):
+        pytest.skip("rows of weights in groups are widened again: see the next test")
     rounded, reference = dequantize(codes, torch.float32), ReferenceOps()
     for dtype in types:
         x, bias = torch.randn(5, depth).to(device, dtype), torch.randn(columns).to(device, dtype)
@@ -143,7 +145,21 @@ def test_products_of_stored_codes(kind: str, code: CodeType, group: int, offsets
         close(plain.linear(rows, bias), reference.prepare(rounded).linear(wide, bias.float()), dtype)
         close(gated.linear(rows, bias), reference.prepare(rounded, gated=True).linear(wide, bias.float()), dtype)
         tokens = torch.tensor([3, columns - 1, 0, 3], device=device)
-        assert same_bits(plain.embedding(tokens), rounded[tokens].to(dtype))
+        found, expected = plain.embedding(tokens), rounded[tokens].to(dtype)
+        assert same_bits(found, expected) or (code == "fp4" and torch.equal(found, expected))  # which may have -0.0
+
+
+@pytest.mark.parametrize("number", ["fp8", "int8"])
+def test_rounded_rows_of_weights_in_groups_are_widened(number: RowType) -> None:
+    """Before the product, as the weights are. By the kernels of a GPU."""
+    ops, device, types = make_ops("triton")
+    codes = some_codes("fp8", 40, 256, 128, offsets=False, device=device)
+    for dtype in (each for each in types if each is not torch.float16):
+        x, how = torch.randn(3, 256).to(device, dtype), RowRounding(number, group=128)
+        rounded = rounded_rows(x, how)
+        wide = (rounded.values.float().view(3, 2, 128) * rounded.scales[:, :, None]).flatten(1).to(dtype)
+        found = ops.prepare_codes(codes, dtype, rows=how).linear(x, float32=True)
+        assert same_bits(found, ops.prepare_codes(codes, dtype).linear(wide, float32=True))
 
 
 @stored_codes("c", "triton")
@@ -155,51 +171,40 @@ def test_a_row_has_the_same_bits_in_any_company(kind: str, code: CodeType, group
     depth, columns = 512, 70
     codes = some_codes(code, columns, depth, group or depth, offsets=offsets, device=device)
     for dtype in types:
-        weight = ops.prepare_codes(codes, dtype)
+        rounding = RowRounding(group=codes.group if group else None)
+        weight, rounds = ops.prepare_codes(codes, dtype), ops.prepare_codes(codes, dtype, rows=rounding)
         x = torch.randn(70, depth).to(device, dtype)
-        rounded, scales = rounded_rows(x, RowRounding(group=codes.group))
-        sums, scaled = (
-            weight.linear(x, float32=True),
-            weight.linear(RoundedRows(rounded, scales), float32=True),
-        )
+        sums, scaled = weight.linear(x, float32=True), rounds.linear(x, float32=True)
         chosen = [[69], [*range(9)], [*range(1, 34)]]
         more = [[0], [5, 3], [*range(60, 70)], [*range(2, 67)]]
         for rows in chosen + more if kind == "c" or CUDA else chosen:  # the interpreter is slow
             index = torch.tensor(rows, device=device)
             assert same_bits(weight.linear(x[index], float32=True), sums[index])
-            again = weight.linear(RoundedRows(rounded[index], scales[index]), float32=True)
-            assert same_bits(again, scaled[index])
+            assert same_bits(rounds.linear(x[index], float32=True), scaled[index])
 
 
-@pytest.mark.parametrize("kind", mostly_slow(FORMATS, fast=FORMATS if CUDA else {"int4"}))
+@pytest.mark.parametrize("kind", mostly_slow(FORMATS, fast=FORMATS if CUDA else {"int8"}))
 def test_many_rows_are_multiplied_by_widened_codes(kind: CodeType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some outputs at a time, gated and not, with the bits of fewer rows on a GPU."""
+    """Some outputs, or segments of the depth, at a time, gated and not, with the bits of fewer rows on a GPU."""
     ops, device, types = make_ops("triton")
-    module = pytest.importorskip("ssd.kernels.triton.codes_linear")
-    depth, columns = 200, 36
+    module, weights = (pytest.importorskip(f"ssd.kernels.triton.{name}") for name in ("codes_linear", "weights"))
+    depth, columns = 256, 36
     codes = some_codes(kind, columns, depth, depth, offsets=False, device=device)
     for dtype in types:
         x, bias = torch.randn(20, depth).to(device, dtype), torch.randn(columns).to(device, dtype)
-        scales = torch.rand(20, 1, device=device) + 0.5
-        plain, gated = (ops.prepare_codes(codes, dtype, gated=each) for each in (False, True))
+        prepared = [ops.prepare_codes(codes, dtype, gated=each) for each in (False, True)]
 
         def products(
-            x: torch.Tensor = x,
-            bias: torch.Tensor = bias,
-            scales: torch.Tensor = scales,
-            plain: Weight = plain,
-            gated: Weight = gated,
+            x: torch.Tensor = x, bias: torch.Tensor = bias, prepared: list[Weight] = prepared
         ) -> list[torch.Tensor]:
-            return [
-                plain.linear(x, float32=True),
-                plain.linear(RoundedRows(x, scales), bias),
-                gated.linear(RoundedRows(x, scales), bias),
-            ]
+            return [prepared[0].linear(x, float32=True), *(each.linear(x, bias) for each in prepared)]
 
         few = products()
         with monkeypatch.context() as patch:
             patch.setattr(module, "_WIDE_ROWS", 0)
-            patch.setattr(module, "_WIDE_COLUMNS", 16)
+            for each in (module, weights):
+                patch.setattr(each, "_WIDE_COLUMNS", 16)
+            patch.setattr("ssd.kernels.cuda.grouped_rows.takes", lambda *_: False)
             for wide, narrow in zip(products(), few, strict=True):
                 close(wide, narrow, dtype)
                 assert same_bits(wide, narrow) or not CUDA  # the interpreter adds up a whole tile at a time

@@ -71,11 +71,9 @@ class CpuOps(SharedOps):
         *,
         gated: bool = False,
         experts: int = 0,
-        exact: bool = True,
         rows: RowRounding | None = None,
         coarse: bool = False,
     ) -> Weight:
-        coarse |= not exact and rows is None
         if not experts:
             return CpuWeight(self.kernels, self.kernels.pack_codes(codes, dtype, gated, coarse=coarse), rows)
         each, half = _rows_of(experts, len(codes.values), gated), has_half_scales(codes)

@@ -86,8 +86,10 @@ class CublasLt:
         out_dtype: torch.dtype,
         *,
         gated: bool = False,
+        onto: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """None if our own kernel has to do it. `gated`: with `silu_and_mul` of the product."""
+        """None if our own kernel has to do it. `gated`: with `silu_and_mul` of the product. `onto`: what it is added
+        to, in place."""
         rows, (columns, depth) = x.shape[0], weight.shape
         if x.dtype not in (torch.float16, torch.bfloat16) or columns % 8 or depth % 8:
             return None
@@ -107,8 +109,8 @@ class CublasLt:
         algorithm = self._chosen[key]
         if algorithm is None:
             return None
-        y = x.new_empty((rows, columns), dtype=out_dtype)
-        if not self._multiply(x, weight, bias, y, algorithm):
+        y = x.new_empty((rows, columns), dtype=out_dtype) if onto is None else onto
+        if not self._multiply(x, weight, bias, y, algorithm, self._zero if onto is None else self._one):
             return None
         return silu_and_mul(y) if gated else y
 
@@ -201,13 +203,14 @@ class CublasLt:
         bias: torch.Tensor | None,
         y: torch.Tensor,
         algorithm: _Algorithm,
+        beta: ctypes.c_float | None = None,
     ) -> bool:
         columns, depth = weight.shape
         a, b, d = self._arguments(x.shape[0], columns, depth, x.stride(0), x.dtype, y.dtype)
         to = y.data_ptr()
         status = self._matmul(
             *(self._handle, self._with(bias), ctypes.addressof(self._one), weight.data_ptr(), a, x.data_ptr(), b),
-            *(ctypes.addressof(self._zero), to, d, to, d, ctypes.addressof(algorithm), None, 0),
+            *(ctypes.addressof(beta or self._zero), to, d, to, d, ctypes.addressof(algorithm), None, 0),
             torch.cuda.current_stream().cuda_stream,
         )
         return bool(status == 0)

@@ -45,7 +45,12 @@ class Params(ctypes.Structure):
 
 def takes(x: torch.Tensor, weight: PackedCodes, bias: torch.Tensor | None, row_scales: torch.Tensor | None) -> bool:
     """Whether `linear` is for this product."""
-    if not x.is_cuda or x.dtype is not torch.bfloat16 or not 0 < len(x) <= _LAUNCHES * _most_rows(weight):
+    if (
+        weight.numbers is not None
+        or not x.is_cuda
+        or x.dtype is not torch.bfloat16
+        or not 0 < len(x) <= _LAUNCHES * _most_rows(weight)
+    ):
         return False
     fits = weight.strips and weight.depth == weight.width * weight.parts
     scaled = row_scales is None or not weight.parts_of_group

@@ -1,9 +1,12 @@
-"""A linear layer in Triton whose weight is quantised (see `codes`): tiles are widened in registers.
+"""A linear layer in Triton whose weight is quantised (see `packing`): tiles are widened in registers.
 
-Every code is a bfloat16 number, and products are summed as in `linear`: over the depth in one fixed order, sixteen at a
-time, whatever the tile shape. A scale is applied to the float32 sum of its group before groups are added up; those of
-fp4 are powers of two, and are applied to its numbers. So a row's bits depend neither on the number of rows nor on the
-tile shape, except where SPLIT divides the depth (drafts only).
+Products are summed as in `linear`: over the depth in one fixed order, sixteen at a time, whatever the tile shape. So a
+row's bits depend neither on the number of rows nor on the tile shape. What is multiplied:
+
+* Codes, which are bfloat16 numbers. A scale is applied to the sum of its group before groups are added up, or to the
+  whole sum; those of fp4 are powers of two, and are applied to its numbers, but for one of each output.
+* Weights (`packing.is_widened`): scale * code (+ offset) in float32, rounded to the type of x. Those are the products
+  of the widened weight (`linear`), to the bit.
 """
 
 from __future__ import annotations
@@ -18,13 +21,13 @@ import triton.language as tl
 
 from ssd.kernels.cuda.launch import shared_memory
 from ssd.kernels.triton.e4m3 import widen_bits
-from ssd.kernels.triton.epilogue import gate_and_up, wide_gate
+from ssd.kernels.triton.epilogue import gate_and_up, rounded_gate, wide_gate
 from ssd.kernels.triton.packing import FP4_PLACES, SHARED_BITS, STRIP, UNIT, PackedCodes
 
 _WIDE_ROWS = 256  # products of more rows are bound by arithmetic: codes are widened first, and the library multiplies
 STRIP_OUTPUTS, UNIT_WORDS = tl.constexpr(STRIP), tl.constexpr(UNIT)
-_SUMS = 32  # groups of a row that one program adds up
 _WIDE_COLUMNS = 8192  # outputs that are widened at a time
+_WIDE_TILE = 16  # outputs of one program
 
 # Two words (all but int8: as `packing.paired` has them) to pairs of bfloat16, part by part. Integers are set as
 # the last bits of 128, then 128 (and the zero point) is subtracted. The exponents of fp8 and fp4 are not moved, which
@@ -83,7 +86,6 @@ _INT4_PAIRS = tl.constexpr(
     )
     + "}"
 )
-_UINT4_PAIRS = tl.constexpr(_INT4_PAIRS.value.replace("0xC308C308", "0xC300C300"))  # no zero point
 # See `packing.FP4_PLACES`. A part's byte of `PackedCodes.exponents` is the exponent that it is multiplied with.
 _FP4_PAIRS = tl.constexpr(
     """{
@@ -111,9 +113,9 @@ _FP4_PAIRS = tl.constexpr(
 def _pairs(words, low, high, FORMAT: tl.constexpr):
     """All parts of the words as bfloat16, part by part; fp4: times the powers of two of their groups, whose exponents
     are the eight bytes of `low` and `high` [N, 1]."""
-    if FORMAT == "int4" or FORMAT == "uint4" or FORMAT == "fp4":
+    if FORMAT == "int4" or FORMAT == "fp4":
         return tl.inline_asm_elementwise(
-            _INT4_PAIRS if FORMAT == "int4" else _UINT4_PAIRS if FORMAT == "uint4" else _FP4_PAIRS,
+            _INT4_PAIRS if FORMAT == "int4" else _FP4_PAIRS,
             "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r" if FORMAT == "fp4" else "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
             [words, tl.broadcast_to(low, words.shape), tl.broadcast_to(high, words.shape)]
             if FORMAT == "fp4"
@@ -131,18 +133,9 @@ def _pairs(words, low, high, FORMAT: tl.constexpr):
             is_pure=True,
             pack=2,
         )
-    elif FORMAT == "int8":
-        return tl.inline_asm_elementwise(
-            _INT8_PAIRS,
-            "=r,=r,=r,=r,r,r",
-            [words],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
     else:
         return tl.inline_asm_elementwise(
-            _FP8_PAIRS,
+            _INT8_PAIRS if FORMAT == "int8" else _FP8_PAIRS,
             "=r,=r,=r,=r,r,r",
             [words],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
@@ -164,8 +157,6 @@ def _part(words, i: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
     """Part i of the words, of any type."""
     if FORMAT == "int4":
         return (((words >> (4 * i)) & 15) - 8).to(dtype)
-    elif FORMAT == "uint4":
-        return ((words >> (4 * i)) & 15).to(dtype)
     elif FORMAT == "fp4":
         code = words >> (4 * i)
         exponent = (code >> 1) & 3
@@ -178,6 +169,105 @@ def _part(words, i: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def _float16(bytes_ptr, at, mask):
+    return tl.load(bytes_ptr.to(tl.pointer_type(tl.float16)) + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _integer(bytes_ptr, at, mask):
+    """An int8 number, by a load of 16 bits: Triton orders the depth of a product by the narrowest load."""
+    pair = tl.load(bytes_ptr.to(tl.pointer_type(tl.int16)) + at // 2, mask=mask, other=0).to(tl.int32)
+    return ((pair << (24 - at % 2 * 8)) >> 24).to(tl.float32)
+
+
+@triton.jit
+def _scale_and_offset(
+    number_ptr, record, group, row, mask,
+    GROUPS: tl.constexpr, NUMBERS: tl.constexpr, OFFSETS: tl.constexpr,
+):  # fmt: skip
+    """Of groups of a block, for output `row` of the strip of that record; without OFFSETS, the second is not used. See
+    `packing.GroupNumbers`."""
+    ALL: tl.constexpr = GROUPS * STRIP_OUTPUTS  # scales of a block of a strip
+    COUNT: tl.constexpr = 2 if OFFSETS else 1
+    BYTES: tl.constexpr = (
+        4 * COUNT * ALL if NUMBERS == "float32" else 2 * COUNT * ALL if NUMBERS == "float16"
+        else 3 * ALL if NUMBERS == "zeros" else COUNT * (ALL + 2 * STRIP_OUTPUTS)
+    )  # fmt: skip
+    start = number_ptr + record.to(tl.int64) * BYTES
+    at = group * STRIP_OUTPUTS + row
+    if NUMBERS == "float32":
+        floats = start.to(tl.pointer_type(tl.float32))
+        scale = tl.load(floats + at, mask=mask, other=0.0)
+        offset = scale
+        if OFFSETS:
+            offset = tl.load(floats + ALL + at, mask=mask, other=0.0)
+    elif NUMBERS == "factors":
+        unit = start + COUNT * ALL
+        scale = _float16(unit, row, mask) * _integer(start, at, mask)
+        offset = scale
+        if OFFSETS:
+            offset = _float16(unit, STRIP_OUTPUTS + row, mask) * _integer(start, ALL + at, mask)
+    else:
+        scale = _float16(start, at, mask)
+        offset = scale
+        if NUMBERS == "zeros":
+            offset = -scale * _integer(start, 2 * ALL + at, mask)
+        elif OFFSETS:
+            offset = _float16(start, ALL + at, mask)
+    return scale, offset
+
+
+@triton.jit
+def _weight(code, scale, offset, FORMAT: tl.constexpr, OFFSETS: tl.constexpr, dtype: tl.constexpr):
+    """scale * code (+ offset) of a weight in groups, rounded to `dtype`."""
+    if FORMAT == "fp8":
+        wide = widen_bits(code, tl.float32)
+    else:  # its bits as the last ones of 2^23, which is subtracted again: faster than a conversion
+        ZERO: tl.constexpr = 128 if FORMAT == "int8" else 8 if FORMAT == "int4" else 0
+        wide = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
+    if OFFSETS:
+        return tl.fma(wide, tl.broadcast_to(scale, wide.shape), tl.broadcast_to(offset, wide.shape)).to(dtype)
+    else:
+        return (wide * scale).to(dtype)
+
+
+@triton.jit
+def _weights(
+    words, number_ptr, strips, block, n, n_mask, FORMAT: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
+    NUMBERS: tl.constexpr, OFFSETS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """The weights [n, WORDS * PARTS] of words of a block of a weight in groups."""
+    WORDS: tl.constexpr = words.shape[1]
+    BITS: tl.constexpr = 32 // PARTS
+    group = (tl.arange(0, WORDS) * PARTS // GROUP)[None, :]
+    record, row = (block * strips + n // STRIP_OUTPUTS)[:, None], (n % STRIP_OUTPUTS)[:, None]
+    scale, offset = _scale_and_offset(
+        number_ptr, record, group, row, n_mask[:, None], WORDS * PARTS // GROUP, NUMBERS, OFFSETS
+    )
+    shift = (tl.arange(0, PARTS) * BITS)[None, None, :]
+    code = (words[:, :, None] >> shift) & ((1 << BITS) - 1)
+    wide = _weight(code, scale[:, :, None], offset[:, :, None], FORMAT, OFFSETS, dtype)
+    return tl.reshape(wide, (n.shape[0], WORDS * PARTS))
+
+
+@triton.jit
+def _fragment_weights(
+    w_ptr, number_ptr, strips, n, k, mask, FORMAT: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr,
+    GROUP: tl.constexpr, NUMBERS: tl.constexpr, OFFSETS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Weights k of outputs n, from strips (`packing._fragments`)."""
+    DEPTH: tl.constexpr = WORDS * PARTS
+    BITS: tl.constexpr = 32 // PARTS
+    record, row, at = k // DEPTH * strips + n // STRIP_OUTPUTS, n % STRIP_OUTPUTS, k % DEPTH
+    lane, part = row % 8 * 4 + at % 8 // 2, at % 16 // 8 * 4 + row // 8 * 2 + at % 2
+    word = at // 16 if BITS == 4 else at // 8
+    place = record.to(tl.int64) * (WORDS * STRIP_OUTPUTS) + word // 4 * 128 + lane * 4 + word % 4
+    words = tl.load(w_ptr + place, mask=mask, other=0)
+    scale, offset = _scale_and_offset(number_ptr, record, at // GROUP, row, mask, DEPTH // GROUP, NUMBERS, OFFSETS)
+    return _weight((words >> (part % PARTS * BITS)) & ((1 << BITS) - 1), scale, offset, FORMAT, OFFSETS, dtype)
+
+
+@triton.jit
 def _places(w_ptr, n, k, w_stride, WORDS: tl.constexpr, STRIPS: tl.constexpr):
     """Pointers to words k [1, WORDS] of outputs n [N, 1] of the first block."""
     if not STRIPS:
@@ -187,125 +277,95 @@ def _places(w_ptr, n, k, w_stride, WORDS: tl.constexpr, STRIPS: tl.constexpr):
 
 
 @triton.jit
+def _scale_place(n, block, i, N, PARTS: tl.constexpr, PARTS_OF_GROUP: tl.constexpr, STRIPS: tl.constexpr):
+    """Where the scales of outputs n are, of the group of codes that part i of a block belongs to."""
+    if PARTS_OF_GROUP == 0:
+        return n
+    elif STRIPS:
+        OF_BLOCK: tl.constexpr = PARTS // PARTS_OF_GROUP  # groups
+        strip = block * tl.cdiv(N, STRIP_OUTPUTS) + n // STRIP_OUTPUTS
+        return (strip * OF_BLOCK + i // PARTS_OF_GROUP) * STRIP_OUTPUTS + n % STRIP_OUTPUTS
+    else:
+        return (block * PARTS + i) // PARTS_OF_GROUP * N + n
+
+
+@triton.jit
 def sums(
-    x_ptr, w_ptr, scale_ptr, offset_ptr, exponent_ptr, row_scale_ptr, row_sum_ptr, m, n, m_mask, n_mask, N, K,
-    w_stride, x_stride, groups,
-    FORMAT: tl.constexpr, PAIRS: tl.constexpr, EVEN_K: tl.constexpr, PARTS: tl.constexpr, PARTS_OF_GROUP: tl.constexpr,
-    WORDS: tl.constexpr, STRIPS: tl.constexpr, STAGES: tl.constexpr, ROW_GROUPS: tl.constexpr,
+    x_ptr, w_ptr, scale_ptr, number_ptr, exponent_ptr, m, n, m_mask, n_mask, N, K, w_stride, x_stride,
+    FORMAT: tl.constexpr, PAIRS: tl.constexpr, EVEN_K: tl.constexpr, PARTS: tl.constexpr,
+    PARTS_OF_GROUP: tl.constexpr, WORDS: tl.constexpr, STRIPS: tl.constexpr, GROUP: tl.constexpr,
+    NUMBERS: tl.constexpr, OFFSETS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sums of a tile [n, m], block by block; those of groups are scaled, others are not."""
+    """Sums of a tile [n, m], block by block; those of groups of codes are scaled. GROUP: 0 if these are of codes; else
+    not in strips."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     k = tl.arange(0, WORDS)
-    x_ptrs = x_ptr + m[None, :].to(tl.int64) * x_stride + k[:, None]
+    x_ptrs = x_ptr + m[None, :].to(tl.int64) * x_stride
     w_ptrs = _places(w_ptr, n[:, None], k[None, :], w_stride, WORDS, STRIPS)
-    step = tl.cdiv(N, STRIP_OUTPUTS) * STRIP_OUTPUTS if STRIPS else 1
-    of_block: tl.constexpr = PARTS // PARTS_OF_GROUP if PARTS_OF_GROUP else 1  # groups
+    strips = tl.cdiv(N, STRIP_OUTPUTS)
+    step = strips * STRIP_OUTPUTS if STRIPS else 1
     acc = tl.zeros((n.shape[0], m.shape[0]), tl.float32)
     for start in tl.range(0, w_stride, WORDS, num_stages=STAGES):
         words = tl.load(w_ptrs + start * step, mask=n_mask[:, None], other=0)
-        low, high = None, None
-        if FORMAT == "fp4":
-            exponents = exponent_ptr + (start // WORDS * N + n[:, None]) * 2
-            low = tl.load(exponents, mask=n_mask[:, None], other=0)
-            high = tl.load(exponents + 1, mask=n_mask[:, None], other=0)
-        if PAIRS:
-            pairs = _pairs(words, low, high, FORMAT)
-        for i in tl.static_range(PARTS):
-            first = start * PARTS + i * WORDS
-            if EVEN_K:
-                x = tl.load(x_ptrs + first, mask=m_mask[None, :], other=0.0)
-            elif FORMAT == "fp4":  # a part is a group: all of it is there, or nothing
-                x = tl.load(x_ptrs + first, mask=m_mask[None, :] & (first < K), other=0.0)
-            else:
-                x = tl.load(x_ptrs + first, mask=m_mask[None, :] & (first + k < K)[:, None], other=0.0)
+        if GROUP > 0:
+            at = start * PARTS + tl.arange(0, WORDS * PARTS)
+            mask = m_mask[None, :] if EVEN_K else m_mask[None, :] & (at < K)[:, None]
+            x = tl.load(x_ptrs + at[:, None], mask=mask, other=0.0)
+            w = _weights(
+                words, number_ptr, strips, start // WORDS, n, n_mask, FORMAT, PARTS, GROUP, NUMBERS, OFFSETS, dtype
+            )
+            acc = tl.dot(w, x, acc, input_precision="tf32x3")
+        else:
+            low, high = None, None
+            if FORMAT == "fp4":
+                exponents = exponent_ptr + (start // WORDS * N + n[:, None]) * 2
+                low = tl.load(exponents, mask=n_mask[:, None], other=0)
+                high = tl.load(exponents + 1, mask=n_mask[:, None], other=0)
             if PAIRS:
-                w = pairs[i]
-            elif FORMAT == "fp4":
-                w = _fp4_part(words, low, high, i, dtype)
-            else:
-                w = _part(words, i, FORMAT, dtype)
-            if PARTS_OF_GROUP == 0:
-                acc = tl.dot(w, x, acc, input_precision="tf32x3")
-            else:
-                if i % PARTS_OF_GROUP == 0:
-                    group = tl.dot(w, x, input_precision="tf32x3")
+                pairs = _pairs(words, low, high, FORMAT)
+            for i in tl.static_range(PARTS):
+                first = start * PARTS + i * WORDS
+                if EVEN_K:
+                    mask = m_mask[None, :]
+                elif FORMAT == "fp4":  # a part is a group: all of it is there, or nothing
+                    mask = m_mask[None, :] & (first < K)
                 else:
-                    group = tl.dot(w, x, group, input_precision="tf32x3")
-                if (i + 1) % PARTS_OF_GROUP == 0:
-                    g = (start // WORDS * PARTS + i) // PARTS_OF_GROUP
-                    if row_scale_ptr is not None:
-                        at = m * groups + g if ROW_GROUPS else m
-                        group *= tl.load(row_scale_ptr + at, mask=m_mask & (g < groups), other=0.0)[None, :]
-                    if FORMAT == "fp4":
-                        acc += group
+                    mask = m_mask[None, :] & (first + k < K)[:, None]
+                x = tl.load(x_ptrs + (first + k)[:, None], mask=mask, other=0.0)
+                if PAIRS:
+                    w = pairs[i]
+                elif FORMAT == "fp4":
+                    w = _fp4_part(words, low, high, i, dtype)
+                else:
+                    w = _part(words, i, FORMAT, dtype)
+                if PARTS_OF_GROUP == 0:
+                    acc = tl.dot(w, x, acc, input_precision="tf32x3")
+                else:
+                    if i % PARTS_OF_GROUP == 0:
+                        group = tl.dot(w, x, input_precision="tf32x3")
                     else:
-                        if STRIPS:
-                            at = n // STRIP_OUTPUTS * of_block + i // PARTS_OF_GROUP
-                            at = at * STRIP_OUTPUTS + n % STRIP_OUTPUTS
-                            at += start // WORDS * (tl.cdiv(N, STRIP_OUTPUTS) * STRIP_OUTPUTS * of_block)
-                        else:
-                            at = g * N + n
+                        group = tl.dot(w, x, group, input_precision="tf32x3")
+                    if (i + 1) % PARTS_OF_GROUP == 0:
+                        at = _scale_place(n, start // WORDS, i, N, PARTS, PARTS_OF_GROUP, STRIPS)
                         acc += group * tl.load(scale_ptr + at, mask=n_mask, other=0.0)[:, None]
-                    if offset_ptr is not None:
-                        sums = tl.load(row_sum_ptr + m * groups + g, mask=m_mask & (g < groups), other=0.0)
-                        acc += tl.load(offset_ptr + g * N + n, mask=n_mask, other=0.0)[:, None] * sums[None, :]
     return acc
 
 
 @triton.jit
-def _split_sums(
-    x_ptr, w_ptr, scale_ptr, m, n, m_mask, n_mask, N, K, w_stride, x_stride,
-    FORMAT: tl.constexpr, PAIRS: tl.constexpr, PARTS: tl.constexpr, PARTS_OF_GROUP: tl.constexpr,
-    WORDS: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """The same, of SPLIT blocks at a time, each by a warp of its own: for few outputs of a great depth. Not exact."""
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    k = tl.arange(0, WORDS)
-    split = tl.arange(0, SPLIT)
-    x_ptrs = x_ptr + m[None, None, :].to(tl.int64) * x_stride + (split * (WORDS * PARTS))[:, None, None]
-    x_ptrs += k[None, :, None]
-    w_ptrs = _places(w_ptr, n[None, :, None], k[None, None, :], w_stride, WORDS, False)
-    w_ptrs += (split * WORDS)[:, None, None]
-    acc = tl.zeros((SPLIT, n.shape[0], m.shape[0]), tl.float32)
-    for start in tl.range(0, w_stride, WORDS * SPLIT, num_stages=STAGES):
-        inside = start + split * WORDS < w_stride
-        words = tl.load(w_ptrs + start, mask=n_mask[None, :, None] & inside[:, None, None], other=0)
-        if PAIRS:
-            pairs = _pairs(words, None, None, FORMAT)
-        for i in tl.static_range(PARTS):
-            first = start * PARTS + i * WORDS
-            there = (first + (split * (WORDS * PARTS))[:, None] + k[None, :] < K)[:, :, None]
-            x = tl.load(x_ptrs + first, mask=m_mask[None, None, :] & there, other=0.0)
-            w = pairs[i] if PAIRS else _part(words, i, FORMAT, dtype)
-            if PARTS_OF_GROUP == 0:
-                acc = tl.dot(w, x, acc, input_precision="tf32x3")
-            else:
-                if i % PARTS_OF_GROUP == 0:
-                    group = tl.dot(w, x, input_precision="tf32x3")
-                else:
-                    group = tl.dot(w, x, group, input_precision="tf32x3")
-                if (i + 1) % PARTS_OF_GROUP == 0:
-                    row = ((start // WORDS + split) * PARTS + i) // PARTS_OF_GROUP
-                    scales = scale_ptr + row[:, None] * N + n[None, :]
-                    acc += group * tl.load(scales, mask=inside[:, None] & n_mask[None, :], other=0.0)[:, :, None]
-    return tl.sum(acc, 0)
-
-
-@triton.jit
 def _finish(
-    acc, m, n, n0, m_mask, n_mask, scale_ptr, row_scale_ptr, bias_ptr, y_ptr, N, y_stride,
-    SCALED: tl.constexpr, ROW_GROUPS: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    acc, m, n, n0, m_mask, n_mask, scale_ptr, row_scale_ptr, bias_ptr, y_ptr, N, y_stride, dtype: tl.constexpr,
+    SCALED: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Scales (if SCALED) and stores the sums of a tile [n, m]."""
+    """Scales (rows, and outputs if SCALED) and stores the sums of a tile [n, m]. Without scales: those of weights."""
+    if row_scale_ptr is not None:
+        acc *= tl.load(row_scale_ptr + m, mask=m_mask, other=0.0)[None, :]
     if SCALED:
-        if row_scale_ptr is not None and not ROW_GROUPS:
-            acc *= tl.load(row_scale_ptr + m, mask=m_mask, other=0.0)[None, :]
         acc *= tl.load(scale_ptr + n, mask=n_mask, other=0.0)[:, None]
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + n, mask=n_mask, other=0.0).to(tl.float32)[:, None]
     if GATED:
         gate, up = gate_and_up(acc, BLOCK_N, BLOCK_M)
-        acc = wide_gate(gate, up)
+        acc = rounded_gate(gate, up, dtype) if scale_ptr is None else wide_gate(gate, up)
         n = n0 // 2 + tl.arange(0, BLOCK_N // 2)
         n_mask = n < N // 2
     mask = m_mask[None, :] & n_mask[:, None]
@@ -314,36 +374,12 @@ def _finish(
 
 @triton.jit(do_not_specialize=["num_rows"])  # avoids recompilation for other prompt lengths
 def _quantized_kernel(
-    x_ptr,
-    w_ptr,
-    scale_ptr,
-    offset_ptr,
-    exponent_ptr,
-    row_scale_ptr,
-    row_sum_ptr,
-    bias_ptr,
-    y_ptr,
-    num_rows,
-    N,
-    K,
-    w_stride,
-    x_stride,
-    y_stride,
-    groups,
-    FORMAT: tl.constexpr,
-    PAIRS: tl.constexpr,
-    GATED: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PARTS: tl.constexpr,
-    PARTS_OF_GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WORDS: tl.constexpr,
-    STRIPS: tl.constexpr,
-    STAGES: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ROW_GROUPS: tl.constexpr,
-):
+    x_ptr, w_ptr, scale_ptr, number_ptr, exponent_ptr, row_scale_ptr, bias_ptr, y_ptr,
+    num_rows, N, K, w_stride, x_stride, y_stride,
+    GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FORMAT: tl.constexpr, PAIRS: tl.constexpr,
+    EVEN_K: tl.constexpr, PARTS: tl.constexpr, PARTS_OF_GROUP: tl.constexpr, WORDS: tl.constexpr, STRIPS: tl.constexpr,
+    GROUP: tl.constexpr, NUMBERS: tl.constexpr, OFFSETS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """y[m, n] = sum_k x[m, k] w[n, k]. GATED: w's rows alternate gate, up, and y has half as many columns."""
     tiles_m = tl.cdiv(num_rows, BLOCK_M)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -351,40 +387,67 @@ def _quantized_kernel(
     n = n0 + tl.arange(0, BLOCK_N)
     m_mask = m < num_rows
     n_mask = n < N
-    if SPLIT == 1:
-        acc = sums(
-            x_ptr, w_ptr, scale_ptr, offset_ptr, exponent_ptr, row_scale_ptr, row_sum_ptr, m, n, m_mask, n_mask, N, K,
-            w_stride, x_stride, groups, FORMAT, PAIRS, EVEN_K, PARTS, PARTS_OF_GROUP, WORDS, STRIPS, STAGES,
-            ROW_GROUPS,
-        )  # fmt: skip
-    else:
-        acc = _split_sums(
-            x_ptr, w_ptr, scale_ptr, m, n, m_mask, n_mask, N, K, w_stride, x_stride,
-            FORMAT, PAIRS, PARTS, PARTS_OF_GROUP, WORDS, STAGES, SPLIT,
-        )  # fmt: skip
+    acc = sums(
+        x_ptr, w_ptr, scale_ptr, number_ptr, exponent_ptr, m, n, m_mask, n_mask, N, K, w_stride, x_stride,
+        FORMAT, PAIRS, EVEN_K, PARTS, PARTS_OF_GROUP, WORDS, STRIPS, GROUP, NUMBERS, OFFSETS, STAGES,
+    )  # fmt: skip
     _finish(
         acc, m, n, n0, m_mask, n_mask, scale_ptr, row_scale_ptr, bias_ptr, y_ptr, N, y_stride,
-        PARTS_OF_GROUP == 0 or FORMAT == "fp4", ROW_GROUPS, GATED, BLOCK_M, BLOCK_N,
+        x_ptr.dtype.element_ty, scale_ptr is not None and PARTS_OF_GROUP == 0, GATED, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
 
 @triton.jit
-def _widen_kernel(w_ptr, out_ptr, N, K, w_stride, step, FORMAT: tl.constexpr, PAIRS: tl.constexpr, PARTS: tl.constexpr,
-                  BLOCK_N: tl.constexpr, WORDS: tl.constexpr, STRIPS: tl.constexpr):  # fmt: skip
-    """The codes of a block of words as numbers of the type of out [N, K], without their scales; blocks are WORDS * step
-    words apart."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, WORDS)
-    start = tl.program_id(1) * WORDS
-    n_mask = n < N
-    places = _places(w_ptr, n[:, None], k[None, :], w_stride, WORDS, STRIPS)
-    words = tl.load(places + start * step, mask=n_mask[:, None])
-    if PAIRS:
-        pairs = _pairs(words, None, None, FORMAT)
-    for i in tl.static_range(PARTS):
-        at = start * PARTS + i * WORDS + k
-        part = pairs[i] if PAIRS else _part(words, i, FORMAT, out_ptr.dtype.element_ty)
-        tl.store(out_ptr + n[:, None].to(tl.int64) * K + at[None, :], part, mask=n_mask[:, None] & (at < K)[None, :])
+def _widen_kernel(
+    w_ptr, scale_ptr, number_ptr, exponent_ptr, index_ptr, out_ptr, first, count, first_block, N, K, w_stride,
+    BLOCK_N: tl.constexpr, FORMAT: tl.constexpr, PAIRS: tl.constexpr, EVEN_K: tl.constexpr, PARTS: tl.constexpr,
+    PARTS_OF_GROUP: tl.constexpr, WORDS: tl.constexpr, STRIPS: tl.constexpr, GROUP: tl.constexpr,
+    NUMBERS: tl.constexpr, OFFSETS: tl.constexpr,
+):  # fmt: skip
+    """Outputs from the first one, or those of an index, in the type of out [count, K]: a block of words of each, from
+    the first block on. Without scales of outputs: codes."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = row < count
+    n = first + row if index_ptr is None else tl.load(index_ptr + row, mask=mask, other=0).to(tl.int32)
+    block = first_block + tl.program_id(1)
+    strips = tl.cdiv(N, STRIP_OUTPUTS)
+    to = out_ptr + row[:, None].to(tl.int64) * K - first_block * (WORDS * PARTS)
+    at = block * (WORDS * PARTS) + tl.arange(0, WORDS * PARTS)
+    inside = mask[:, None] & (at < first_block * (WORDS * PARTS) + K)[None, :]
+    if GROUP > 0 and STRIPS:
+        wide = _fragment_weights(
+            w_ptr, number_ptr, strips, n[:, None], at[None, :], inside,
+            FORMAT, PARTS, WORDS, GROUP, NUMBERS, OFFSETS, dtype,
+        )  # fmt: skip
+        tl.store(to + at[None, :], wide, mask=inside)
+    else:
+        k = tl.arange(0, WORDS)
+        places = _places(w_ptr, n[:, None], k[None, :], w_stride, WORDS, STRIPS)
+        words = tl.load(places + block * WORDS * (strips * STRIP_OUTPUTS if STRIPS else 1), mask=mask[:, None], other=0)
+        if GROUP > 0:
+            wide = _weights(words, number_ptr, strips, block, n, mask, FORMAT, PARTS, GROUP, NUMBERS, OFFSETS, dtype)
+            tl.store(to + at[None, :], wide, mask=inside)
+        else:
+            low, high = None, None
+            if FORMAT == "fp4":
+                exponents = exponent_ptr + (block * N + n[:, None]) * 2
+                low = tl.load(exponents, mask=mask[:, None], other=0)
+                high = tl.load(exponents + 1, mask=mask[:, None], other=0)
+            if PAIRS:
+                pairs = _pairs(words, low, high, FORMAT)
+            for i in tl.static_range(PARTS):
+                if PAIRS:
+                    part = pairs[i]
+                elif FORMAT == "fp4":
+                    part = _fp4_part(words, low, high, i, dtype)
+                else:
+                    part = _part(words, i, FORMAT, dtype)
+                if scale_ptr is not None:
+                    place = _scale_place(n, block, i, N, PARTS, PARTS_OF_GROUP, STRIPS)
+                    part = (part.to(tl.float32) * tl.load(scale_ptr + place, mask=mask, other=0.0)[:, None]).to(dtype)
+                here = (block * PARTS + i) * WORDS + k
+                tl.store(to + here[None, :], part, mask=mask[:, None] & (here < K)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -399,47 +462,25 @@ def _finish_kernel(sum_ptr, scale_ptr, row_scale_ptr, bias_ptr, y_ptr, num_rows,
     acc = tl.load(sums, mask=m_mask[None, :] & n_mask[:, None], other=0.0)
     _finish(
         acc, m, n, n0, m_mask, n_mask, scale_ptr, row_scale_ptr, bias_ptr, y_ptr, N, y_stride,
-        True, False, GATED, BLOCK_M, BLOCK_N,
+        y_ptr.dtype.element_ty, scale_ptr is not None, GATED, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
 
-@triton.jit
-def _row_sums_kernel(
-    x_ptr, row_scale_ptr, sum_ptr, K, x_stride, groups,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr, ROW_GROUPS: tl.constexpr,
-):  # fmt: skip
-    """Sums of GROUPS groups of a row, times the row's scales. A row's bits are its own."""
-    row = tl.program_id(0)
-    g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    k = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    x = tl.load(x_ptr + row.to(tl.int64) * x_stride + k, mask=k < K, other=0.0)
-    sums = tl.sum(x.to(tl.float32), 1)
-    if row_scale_ptr is not None:
-        at = row * groups + g if ROW_GROUPS else row + g * 0
-        sums *= tl.load(row_scale_ptr + at, mask=g < groups, other=0.0)
-    tl.store(sum_ptr + row * groups + g, sums, mask=g < groups)
-
-
-def _in_pairs(x: torch.Tensor) -> bool:
-    """Whether codes are widened two at a time, by instructions for bfloat16."""
-    return x.device.type != "cpu" and x.dtype is torch.bfloat16
-
-
 def is_wide(x: torch.Tensor, weight: PackedCodes) -> bool:
-    """Whether `wide_linear` is for this product. Not in float32: there the order of sums depends on the tile shape."""
+    """Whether codes are widened before this product. Not in float32: there the order of sums depends on the tile
+    shape."""
     exact = x.dtype is not torch.float32 or not x.is_cuda
-    return exact and weight.parts_of_group == 0 and weight.exponents is None and len(x) > _WIDE_ROWS
+    return exact and weight.exponents is None and weight.parts_of_group == 0 and len(x) > _WIDE_ROWS
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile shape. Its depth is that of a block, or of `split` blocks, one for each warp."""
+    """A tile shape. Its depth is that of a block."""
 
     rows: int
     columns: int
     stages: int
     warps: int
-    split: int = 1
 
 
 def choose_tile(x: torch.Tensor, weight: PackedCodes) -> Tile:
@@ -447,8 +488,7 @@ def choose_tile(x: torch.Tensor, weight: PackedCodes) -> Tile:
     num_rows, columns = len(x), weight.columns
     if num_rows <= 16:
         rows = 8 if num_rows <= 8 else 16
-        narrow = Tile(rows, 16, 4, 2) if weight.exact else Tile(rows, 16, 3, 4, split=4)
-        tile = Tile(rows, 64, 3, 4) if columns >= 6144 else narrow
+        tile = Tile(rows, 64, 3, 4) if columns >= 6144 else Tile(rows, 16, 4, 2)
     elif num_rows <= 64:
         tile = Tile(32, 64, 4, 4) if num_rows <= 32 else Tile(64, 64, 4, 4)
     else:
@@ -458,38 +498,31 @@ def choose_tile(x: torch.Tensor, weight: PackedCodes) -> Tile:
 
 def fitting(tile: Tile, x: torch.Tensor, weight: PackedCodes) -> Tile:
     """The tile shape, with as many stages as the GPU has shared memory for."""
-    stage = tile.split * weight.block * (x.element_size() * weight.parts * tile.rows + 4 * tile.columns)  # bytes
-    fitting = shared_memory(x.device) // stage + (tile.split > 1)  # a split tile needs one buffer less than stages
-    return replace(tile, stages=max(2, min(tile.stages, fitting)))
+    depth = weight.block * weight.parts
+    stage = x.element_size() * depth * tile.rows + 4 * weight.block * tile.columns  # bytes
+    widened = 0 if weight.numbers is None else x.element_size() * depth * tile.columns
+    return replace(tile, stages=max(2, min(tile.stages, (shared_memory(x.device) - widened) // stage)))
 
 
-def sum_options(x: torch.Tensor, weight: PackedCodes, row_scales: torch.Tensor | None) -> dict[str, Any]:
-    """Options of `sums` that no tile shape decides."""
-    by_group = row_scales is not None and row_scales.shape[1] > 1
+def code_options(weight: PackedCodes, dtype: torch.dtype) -> dict[str, Any]:
+    """Options of the kernels that no tile shape decides."""
+    numbers = weight.numbers
     return {
         "FORMAT": weight.type,
-        "PAIRS": _in_pairs(x),
+        "PAIRS": numbers is None and weight.words.device.type != "cpu" and dtype is torch.bfloat16,  # see `_pairs`
         "EVEN_K": weight.width * weight.parts == weight.depth,
         "PARTS": weight.parts,
-        "PARTS_OF_GROUP": 1 if weight.exponents is not None and by_group else weight.parts_of_group,
+        "PARTS_OF_GROUP": weight.parts_of_group,
         "WORDS": weight.block,
         "STRIPS": weight.strips,
-        "ROW_GROUPS": by_group,
+        "GROUP": 0 if numbers is None else weight.group,
+        "NUMBERS": "" if numbers is None else numbers.kind,
+        "OFFSETS": numbers is not None and numbers.offsets,
     }
 
 
-def row_sums(x: torch.Tensor, weight: PackedCodes, row_scales: torch.Tensor | None) -> torch.Tensor | None:
-    """Sums of the groups of rows, which a weight with offsets needs."""
-    if weight.offsets is None:
-        return None
-    groups = triton.cdiv(weight.depth, weight.group)
-    total = x.new_empty((len(x), groups), dtype=torch.float32)
-    by_group = row_scales is not None and row_scales.shape[1] > 1
-    _row_sums_kernel[(len(x), triton.cdiv(groups, _SUMS))](
-        *(x, row_scales, total, weight.depth, x.stride(0), groups),
-        **{"GROUP": weight.group, "GROUPS": _SUMS, "ROW_GROUPS": by_group},
-    )
-    return total
+def number_data(weight: PackedCodes) -> torch.Tensor | None:
+    return None if weight.numbers is None else weight.numbers.data
 
 
 def codes_linear(
@@ -501,38 +534,48 @@ def codes_linear(
     out_dtype: torch.dtype | None = None,
     row_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [M, K] times a weight [N, K] transposed. A gated weight has alternating gate and up
-    rows."""
-    (num_rows, depth), columns, width = x.shape, weight.columns, weight.width
+    """x [M, K] times a weight [N, K] transposed. A gated weight has alternating gate and up rows. `row_scales`: of rows
+    of codes, not with groups."""
+    (num_rows, depth), columns = x.shape, weight.columns
     tile = choose_tile(x, weight)
     y = x.new_empty((num_rows, columns // 2 if gated else columns), dtype=out_dtype or x.dtype)
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(columns, tile.columns),)
     _quantized_kernel[grid](
-        x,
-        weight.words,
-        weight.scales,
-        weight.offsets,
-        weight.exponents,
-        row_scales,
-        row_sums(x, weight, row_scales),
-        bias,
-        y,
-        num_rows,
-        columns,
-        depth,
-        width,
-        x.stride(0),
-        y.stride(0),
-        triton.cdiv(depth, weight.group),
+        *(x, weight.words, weight.scales, number_data(weight), weight.exponents, row_scales, bias, y),
+        *(num_rows, columns, depth, weight.width, x.stride(0), y.stride(0)),
         GATED=gated,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
         STAGES=tile.stages,
-        SPLIT=tile.split,
         num_warps=tile.warps,
-        **sum_options(x, weight, row_scales),
+        **code_options(weight, x.dtype),
     )
     return y
+
+
+def widened(
+    weight: PackedCodes,
+    dtype: torch.dtype,
+    *,
+    index: torch.Tensor | None = None,
+    outputs: slice | None = None,
+    depth: slice | None = None,
+    codes: bool = False,
+) -> torch.Tensor:
+    """Outputs of the weight, by an index or some in a row, or a part of their depth from the beginning of a block on.
+    `codes`: without the scales of outputs."""
+    first = 0 if outputs is None else outputs.start
+    count = (weight.columns if outputs is None else outputs.stop - first) if index is None else len(index)
+    block = weight.block * weight.parts
+    columns = slice(0, weight.depth) if depth is None else depth
+    out = torch.empty((count, columns.stop - columns.start), dtype=dtype, device=weight.words.device)
+    _widen_kernel[(triton.cdiv(count, _WIDE_TILE), triton.cdiv(out.shape[1], block))](
+        *(weight.words, None if codes else weight.scales, number_data(weight), weight.exponents, index, out),
+        *(first, count, columns.start // block, weight.columns, out.shape[1], weight.width),
+        BLOCK_N=_WIDE_TILE,
+        **code_options(weight, dtype),
+    )
+    return out
 
 
 def wide_linear(
@@ -547,23 +590,27 @@ def wide_linear(
 ) -> torch.Tensor:
     """`codes_linear` for many rows, with the same bits: codes are widened, some outputs at a time, and multiplied
     by `product`, whose sums are float32. For weights with one scale a row."""
-    (num_rows, depth), columns, width = x.shape, weight.columns, weight.width
+    assert weight.scales is not None
+    num_rows, columns = len(x), weight.columns
     y = x.new_empty((num_rows, columns // 2 if gated else columns), dtype=out_dtype)
-    block = _WIDE_COLUMNS
-    wide = x.new_empty((min(block, columns), depth))
-    step = weight.words.shape[1] * STRIP if weight.strips else 1
-    for start in range(0, columns, block):
-        count = min(block, columns - start)
-        words = weight.words[:, start // STRIP :] if weight.strips else weight.words[start:]
-        _widen_kernel[(triton.cdiv(count, 16), width // weight.block)](
-            *(words, wide, count, depth, width, step, weight.type, _in_pairs(x)),
-            **{"PARTS": weight.parts, "BLOCK_N": 16, "WORDS": weight.block, "STRIPS": weight.strips},
-        )
-        sums = product(x, wide[:count])
+    for start in range(0, columns, _WIDE_COLUMNS):
+        count = min(_WIDE_COLUMNS, columns - start)
+        sums = product(x, widened(weight, x.dtype, outputs=slice(start, start + count), codes=True))
         part = y[:, start // 2 : (start + count) // 2] if gated else y[:, start : start + count]
         _finish_kernel[(triton.cdiv(num_rows, 16), triton.cdiv(count, 128))](
             *(sums, weight.scales.flatten()[start:], row_scales, None if bias is None else bias[start:], part),
             *(num_rows, count, sums.stride(0), y.stride(0)),
             **{"GATED": gated, "BLOCK_M": 16, "BLOCK_N": 128},
         )
+    return y
+
+
+def finished(sums: torch.Tensor, bias: torch.Tensor | None, *, gated: bool, out_dtype: torch.dtype) -> torch.Tensor:
+    """Sums of a weight in groups with bias and activation. A gated weight has alternating gate and up rows."""
+    rows, columns = sums.shape
+    y = sums.new_empty((rows, columns // 2 if gated else columns), dtype=out_dtype)
+    _finish_kernel[(triton.cdiv(rows, 16), triton.cdiv(columns, 128))](
+        *(sums, None, None, bias, y, rows, columns, sums.stride(0), y.stride(0)),
+        **{"GATED": gated, "BLOCK_M": 16, "BLOCK_N": 128},
+    )
     return y

@@ -262,12 +262,12 @@ def tile_rows(rows: int, count: int, experts: int) -> int:
 
 @triton.jit
 def _expert_kernel(
-    x_ptr, w_ptr, scale_ptr, offset_ptr, exponent_ptr, row_scale_ptr, row_sum_ptr, bias_ptr, y_ptr, order_ptr,
-    tiles_ptr, repeats, experts, N, K: tl.constexpr, w_stride, x_stride, groups, slope, limit, shift,
+    x_ptr, w_ptr, scale_ptr, number_ptr, exponent_ptr, row_scale_ptr, bias_ptr, y_ptr, order_ptr, tiles_ptr,
+    repeats, experts, N, K: tl.constexpr, w_stride, x_stride, slope, limit, shift,
     GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
     STAGES: tl.constexpr, FORMAT: tl.constexpr, PAIRS: tl.constexpr, EVEN_K: tl.constexpr, PARTS: tl.constexpr,
-    PARTS_OF_GROUP: tl.constexpr, WORDS: tl.constexpr, STRIPS: tl.constexpr, ROW_GROUPS: tl.constexpr,
-    SETTLED: tl.constexpr,
+    PARTS_OF_GROUP: tl.constexpr, WORDS: tl.constexpr, STRIPS: tl.constexpr, GROUP: tl.constexpr,
+    NUMBERS: tl.constexpr, OFFSETS: tl.constexpr, SETTLED: tl.constexpr,
 ):  # fmt: skip
     """y[p] = x[p // repeats] times the N rows of w of p's expert. GATED: these alternate gate, up, and y has half as
     many columns. FORMAT "": w is not quantised. SETTLED: see `Routing`."""
@@ -288,7 +288,7 @@ def _expert_kernel(
     n = n0 + tl.arange(0, BLOCK_N)
     n_mask = n < N
     row = expert * N + n  # of w
-    SCALED: tl.constexpr = FORMAT != "" and (PARTS_OF_GROUP == 0 or FORMAT == "fp4")
+    SCALED: tl.constexpr = scale_ptr is not None and PARTS_OF_GROUP == 0
     if SCALED:  # loaded behind the sums, their latency would be the kernel's
         scale = tl.load(scale_ptr + row, mask=n_mask, other=0.0)
     if EARLY and SETTLED:
@@ -301,14 +301,13 @@ def _expert_kernel(
         acc = dense_sums(x_ptrs, w_ptrs, m_mask, n_mask, K, BLOCK_K, STAGES)
     else:
         acc = code_sums(
-            x_ptr, w_ptr, scale_ptr, offset_ptr, exponent_ptr, row_scale_ptr, row_sum_ptr, m, row, m_mask, n_mask,
-            experts * N, K, w_stride, x_stride, groups, FORMAT, PAIRS, EVEN_K, PARTS, PARTS_OF_GROUP, WORDS, STRIPS,
-            STAGES, ROW_GROUPS,
+            x_ptr, w_ptr, scale_ptr, number_ptr, exponent_ptr, m, row, m_mask, n_mask, experts * N, K, w_stride,
+            x_stride, FORMAT, PAIRS, EVEN_K, PARTS, PARTS_OF_GROUP, WORDS, STRIPS, GROUP, NUMBERS, OFFSETS, STAGES,
         )  # fmt: skip
-        if SCALED:
-            if row_scale_ptr is not None and not ROW_GROUPS:
-                acc *= tl.load(row_scale_ptr + m, mask=m_mask, other=0.0)[None, :]
-            acc *= scale[:, None]
+    if row_scale_ptr is not None:
+        acc *= tl.load(row_scale_ptr + m, mask=m_mask, other=0.0)[None, :]
+    if SCALED:
+        acc *= scale[:, None]
     if bias_ptr is not None:  # of a gated weight: those of all gates, then those of all ups
         place = row % 2 * (experts * N // 2) + row // 2 if GATED else row
         acc += tl.load(bias_ptr + place, mask=n_mask, other=0.0).to(tl.float32)[:, None]
@@ -333,7 +332,9 @@ _DENSE: dict[str, Any] = {  # options of `code_sums`, which is not called
     "PARTS_OF_GROUP": 0,
     "WORDS": 1,
     "STRIPS": False,
-    "ROW_GROUPS": False,
+    "GROUP": 0,
+    "NUMBERS": "",
+    "OFFSETS": False,
 }
 
 
@@ -359,20 +360,19 @@ def expert_linear(
     tile: linear.Tile | codes_linear.Tile
     codes: tuple[torch.Tensor | None, ...]
     if isinstance(weight, PackedCodes):
-        tile, words, groups = code_tile(rows, x, weight), weight.words, triton.cdiv(depth, weight.group)
+        tile, words = code_tile(rows, x, weight), weight.words
         columns, width = weight.columns // experts, weight.width
-        codes = (weight.scales, weight.offsets, weight.exponents, row_scales)
-        codes += (codes_linear.row_sums(x, weight, row_scales),)
-        options = {**codes_linear.sum_options(x, weight, row_scales), "BLOCK_K": 0}
+        codes = (weight.scales, codes_linear.number_data(weight), weight.exponents, row_scales)
+        options = {**codes_linear.code_options(weight, x.dtype), "BLOCK_K": 0}
     else:
-        tile, words, groups, codes = dense_tile(rows, x), weight, 0, (None,) * 5
+        tile, words, codes = dense_tile(rows, x), weight, (None,) * 4
         columns, width = len(weight) // experts, depth
         options = {**_DENSE, "BLOCK_K": tile.depth * 2 // x.element_size()}
     gate = glu or SWIGLU
     y = x.new_empty((pairs, columns if glu is None else columns // 2), dtype=out_dtype or x.dtype)
     _expert_kernel[(len(routing.tiles) * triton.cdiv(columns, tile.columns),)](
         *(x, words, *codes, bias, y, routing.order, routing.tiles),
-        *(pairs // len(x), experts, columns, depth, width, x.stride(0), groups),
+        *(pairs // len(x), experts, columns, depth, width, x.stride(0)),
         *(gate.slope, gate.limit, gate.shift),
         GATED=glu is not None,
         BLOCK_M=rows,

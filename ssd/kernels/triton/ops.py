@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 
 from ssd.kernels.codes import Codes
-from ssd.kernels.cuda import expert_rows, fp8_linear
+from ssd.kernels.cuda import expert_rows, fp8_linear, grouped_rows
 from ssd.kernels.ops import UNSCALED, DeviceBatch, ExpertOutputs, HeadShape, KVScales, Rope, SharedOps
 from ssd.kernels.triton import attention, elementwise, experts, packing
 from ssd.kernels.triton.weights import CodesWeight, DenseWeight, Fp8Weight, alternating
@@ -45,7 +45,6 @@ class TritonOps(SharedOps):
         *,
         gated: bool = False,
         experts: int = 0,
-        exact: bool = True,
         rows: RowRounding | None = None,
         coarse: bool = False,
     ) -> Weight:
@@ -55,7 +54,9 @@ class TritonOps(SharedOps):
             values = codes.values.view(torch.float8_e4m3fn).contiguous()
             return Fp8Weight(values, codes.scales[:, 0].contiguous(), gated, rows)
         strips = expert_rows.fits(codes, experts) if codes.type == "fp4" else not experts
-        packed = packing.pack(codes, dtype, exact=exact, strips=strips)
+        if packing.is_widened(codes):
+            strips = strips and grouped_rows.supports(codes, dtype)
+        packed = packing.pack(codes, dtype, strips=strips)
         self._copies_ahead |= packed.strips and not experts
         return CodesWeight(packed, gated, rows)
 

@@ -1,25 +1,33 @@
 """Quantised weights as the kernels of a GPU read them.
 
-Codes are stored in words of 32 bits, in blocks of some words of an output: part i (a byte, or half of one) of word j is
-weight i * words + j of the block. So the parts with one i are a run of consecutive weights, widened two at a time.
+Codes are stored in words of 32 bits, in blocks of some words of an output. There are two choices of what is multiplied:
 
-Outputs come one after the other, or (for `few_rows` and `expert_rows`) in strips of sixteen: first the first blocks of
-all strips, then the second ones, and so on; within a block of a strip, after the first eight words of its first output
-come those of its second. So a block of several strips is one piece of memory, and threads read its words from shared
-memory without bank conflicts.
+* Codes, as bfloat16 numbers, whose sums are scaled: fp8 and int8 with one scale an output, int4 without offsets, fp4.
+  Part i (a byte, or half of one) of word j is weight i * words + j of the block, so that the parts with one i are a run
+  of consecutive weights, and two words are widened at a time (`paired`).
+* Weights: scale * code + offset, rounded (`is_widened`): types with offsets, and 8 bits in groups. The parts of
+  a word are consecutive weights; integers are stored without a sign, and scales as in `GroupNumbers`.
+
+Outputs come one after the other, or (for CUDA kernels) in strips of sixteen: first the first blocks of all strips, then
+the second ones, and so on. So a block of several strips is one piece of memory. Within a block of a strip, after the
+first eight words of its first output come those of its second (`few_rows`, `expert_rows`: threads read them from shared
+memory without bank conflicts), or codes are in the order in which the lanes of a warp multiply them (`_fragments`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final, Literal, NamedTuple
 
 import torch
 
-from ssd.kernels.codes import Codes, CodeType, bits_of, dequantize
+from ssd.kernels.codes import Codes, CodeType, bits_of
 
-STRIP = 16  # outputs
-UNIT = 8  # words of one output, one after the other
-_PAIRED = ("fp8", "fp4", "int4", "uint4")  # codes that are stored in pairs
+STRIP: Final = 16  # outputs
+UNIT: Final = 8  # words of one output, one after the other
+SEGMENT: Final = 2048  # of the depth, see `PackedCodes.segment`
+_NARROW: Final = 8192  # outputs
+GROUP_SIZES: Final = (128, 64, 32, 16)
 # Parts of a pair of words of fp4: which bits are those of the first word (others: of the second), and by how many bits
 # they are rotated to the left. Then each number is where bfloat16 has its sign (bits 15 and 31), the last bits of its
 # exponent and the first one of its mantissa (bits 6 to 8 and 22 to 24). Two parts are in bits that three others leave
@@ -32,13 +40,32 @@ FP4_PLACES = (
 )
 
 
+NumberKind = Literal["float32", "float16", "factors", "zeros"]
+
+
+class GroupNumbers(NamedTuple):
+    """Scales and offsets of groups. For a block of a strip, one after the other:
+
+    * `float32`, `float16`: scales [groups of a block, STRIP], then offsets, if there are any.
+    * `factors`: integers of 8 bits [groups, STRIP] of the scales, those of the offsets, and float16 numbers [STRIP]
+      that they are multiplied by, likewise (`codes.Factors`).
+    * `zeros`: scales in float16, then integers of 8 bits: an offset is minus their product.
+    """
+
+    data: torch.Tensor  # uint8 [blocks, strips, bytes]
+    kind: NumberKind
+    offsets: bool
+
+
 @dataclass(frozen=True)
 class PackedCodes:
     """A quantised weight [columns, depth] in words."""
 
-    words: torch.Tensor  # int32 [columns, width], or [blocks, strips, units, STRIP, UNIT]
-    scales: torch.Tensor  # float32 [groups, columns]; in strips (but fp4) [blocks, strips, groups of a block, STRIP]
-    offsets: torch.Tensor | None  # float32 [groups, columns]
+    words: torch.Tensor  # int32 [columns, width], or [blocks, strips, units, STRIP, UNIT], or see `_fragments`
+    scales: (
+        torch.Tensor | None
+    )  # of codes: float32 [groups, columns]; in strips (but fp4) [blocks, strips, groups, STRIP]
+    numbers: GroupNumbers | None  # of weights
     exponents: torch.Tensor | None  # of fp4, int32 [blocks, columns, 2]: bytes, see `_exponents`
     type: CodeType
     dtype: torch.dtype  # of its products
@@ -46,7 +73,6 @@ class PackedCodes:
     depth: int
     block: int  # words of a block
     group: int  # weights of one scale
-    exact: bool  # products are row-invariant
     paired: bool  # see `paired`
 
     @property
@@ -65,69 +91,152 @@ class PackedCodes:
 
     @property
     def parts_of_group(self) -> int:
-        """Tiles of a group; 0: a scale is for a whole row."""
-        grouped = self.group < self.depth and self.exponents is None
-        return self.group // self.block if grouped or self.offsets is not None else 0
+        """Tiles of a group of codes; 0: a scale is for a whole row."""
+        grouped = self.group < self.depth and self.exponents is None and self.numbers is None
+        return self.group // self.block if grouped else 0
 
-    def scales_of(self, index: torch.Tensor) -> torch.Tensor:
-        """Scales [len(index), groups] of some outputs."""
-        if self.strips and self.exponents is None:
-            return self.scales[:, index // STRIP, :, index % STRIP].flatten(1)
-        return self.scales.t()[index]
+    @property
+    def segment(self) -> int:
+        """Of the depth, that is summed up in one order, before segments are added. Where there are few outputs in
+        groups and strips, a chain of products that depend on each other would take longer than reading the weight."""
+        narrow = self.strips and self.numbers is not None and self.columns < _NARROW
+        return SEGMENT if narrow else self.depth
 
 
-def pack(codes: Codes, dtype: torch.dtype, *, exact: bool = True, strips: bool = True) -> PackedCodes:
-    """In blocks of 64 words, or of fewer where the depth or the groups are no multiple of that.
+def is_widened(codes: Codes) -> bool:
+    """Whether weights are multiplied, and not codes."""
+    return (
+        codes.type == "uint4"
+        or codes.offsets is not None
+        or (codes.type in ("fp8", "int8") and codes.scales.shape[1] > 1)
+    )
 
-    Not `strips`: outputs come one after the other.
-    """
+
+def pack(codes: Codes, dtype: torch.dtype, *, strips: bool = True) -> PackedCodes:
+    """Not `strips`: outputs come one after the other."""
+    return _packed_weights(codes, dtype, strips) if is_widened(codes) else _packed_codes(codes, dtype, strips)
+
+
+def _packed_codes(codes: Codes, dtype: torch.dtype, strips: bool) -> PackedCodes:
+    """In blocks of 64 words, or of fewer where the depth or the groups are no multiple of that."""
     bits = bits_of(codes.type)
     parts, group = 32 // bits, codes.group
     block = 64 if codes.depth % (64 * parts) == 0 else 32
-    grouped = codes.scales.shape[1] > 1 or codes.offsets is not None
+    grouped = codes.scales.shape[1] > 1
     if grouped:
         block = min(block, group)
         if group % block or parts * block % group:
             raise ValueError(f"groups of {group} weights are not supported: they must be 16, 32, 64 or 128")
     rows, width = codes.values.shape
-    fours = codes.type == "int4" and codes.offsets is None and parts * block % (4 * group) == 0  # groups of a block
-    strips = strips and exact and (fours or codes.type == "fp4" if grouped else bits == 8)
+    fours = codes.type == "int4" and parts * block % (4 * group) == 0  # groups of a block
+    strips = strips and (fours or codes.type == "fp4" if grouped else bits == 8)
     missing, more = -width % (parts * block), -rows % STRIP if strips else 0
     values = torch.nn.functional.pad(codes.values, (0, missing, 0, more), value=8 if codes.type == "int4" else 0)
-    values = values.view(rows + more, -1, parts, block)
-    words = values[:, :, 0].to(torch.int32)
-    for i in range(1, parts):
-        words |= values[:, :, i].to(torch.int32) << (bits * i)
-    pairs = codes.type in _PAIRED and dtype is torch.bfloat16 and words.is_cuda
-    words = words.flatten(1)
+    words = _words(values.view(rows + more, -1, parts, block), 2, bits)
+    pairs = codes.type != "int8" and dtype is torch.bfloat16 and words.is_cuda
     if pairs:
         words = paired(words, codes.type)
-
-    def columns(numbers: torch.Tensor) -> torch.Tensor:
-        around = (0, missing // group if grouped else 0, 0, more)
-        numbers = torch.nn.functional.pad(numbers, around)
-        if strips:
-            of_block = parts * block // group if grouped else 1
-            return numbers.view(-1, STRIP, numbers.shape[1] // of_block, of_block).permute(2, 0, 3, 1).contiguous()
-        return numbers.t().contiguous()
-
     scales, exponents = codes.scales, None
     if codes.type == "fp4":
         scales, exponents = _exponents(scales, missing // group)
+    else:
+        scales = torch.nn.functional.pad(scales, (0, missing // group if grouped else 0, 0, more))
+        of_block = parts * block // group if grouped else 1
+        blocks = scales.shape[1] // of_block
+        scales = scales.view(-1, STRIP, blocks, of_block).permute(2, 0, 3, 1) if strips else scales.t()
+    words, scales = in_strips(words, block) if strips else words, scales.contiguous()
+    return PackedCodes(words, scales, None, exponents, codes.type, dtype, rows, codes.depth, block, group, pairs)
+
+
+def _packed_weights(codes: Codes, dtype: torch.dtype, strips: bool) -> PackedCodes:
+    """In blocks of 256 weights, or of 128."""
+    codes, bits = _regrouped(codes), bits_of(codes.type)
+    (rows, width), parts = codes.values.shape, 32 // bits
+    depth = 256 if strips and width % 256 == 0 else 128
+    missing, more = -width % depth, -rows % STRIP
+    values = codes.values ^ 128 if codes.type == "int8" else codes.values
+    zero = {"int4": 8, "int8": 128}.get(codes.type, 0)
+    values = torch.nn.functional.pad(values, (0, missing, 0, more if strips else 0), value=zero)
+    words = _fragments(values, bits, depth) if strips else _words(values.view(rows, -1, depth // parts, parts), 3, bits)
+    numbers = _group_numbers(codes, (missing // codes.group, more), depth // codes.group)
     return PackedCodes(
-        in_strips(words, block) if strips else words,
-        columns(scales) if exponents is None else scales[None],
-        None if codes.offsets is None else columns(codes.offsets),
-        exponents,
-        codes.type,
-        dtype,
-        *(rows, codes.depth, block, group, exact, pairs),
+        words, None, numbers, None, codes.type, dtype, rows, codes.depth, depth // parts, codes.group, False
     )
+
+
+def _words(values: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
+    """Codes along a dimension as the parts of words: [rows, words]."""
+    words = values.select(dim, 0).to(torch.int32)
+    for i in range(1, 32 // bits):
+        words |= values.select(dim, i).to(torch.int32) << (bits * i)
+    return words.flatten(1)
+
+
+def _regrouped(codes: Codes) -> Codes:
+    """In groups of a size that kernels have."""
+    if codes.group in GROUP_SIZES:
+        return codes
+    whole = codes.scales.shape[1] == 1
+    group = next((each for each in GROUP_SIZES if (codes.depth if whole else codes.group) % each == 0), 0)
+    if not group and not whole:
+        raise ValueError(f"groups of {codes.group} weights are not supported: they must be 16, 32, 64 or 128")
+    group = group or GROUP_SIZES[0]
+    padded = torch.nn.functional.pad(codes.values, (0, -codes.values.shape[1] % group))
+    times = padded.shape[1] // group if whole else codes.group // group
+    scales, offsets = (
+        None if each is None else each.repeat_interleave(times, 1) for each in (codes.scales, codes.offsets)
+    )
+    assert scales is not None
+    return replace(codes, values=padded, scales=scales, offsets=offsets, factors=None)
+
+
+def _group_numbers(codes: Codes, missing: tuple[int, int], of_block: int) -> GroupNumbers:
+    """In the smallest kind that has the same numbers. `missing`: groups and rows of padding."""
+
+    blocks = (codes.scales.shape[1] + missing[0]) // of_block
+
+    def records(numbers: torch.Tensor, count: int) -> torch.Tensor:
+        """Numbers [rows, n] as bytes [blocks, strips, ...], `count` of each row for a block."""
+        padded = torch.nn.functional.pad(numbers, (0, blocks * count - numbers.shape[1], 0, missing[1]))
+        return padded.view(-1, STRIP, blocks, count).permute(2, 0, 3, 1).contiguous().flatten(2).view(torch.uint8)
+
+    def is_half(numbers: torch.Tensor) -> bool:
+        return bool((numbers.half().float() == numbers).all())
+
+    scales, offsets, factors = codes.scales, codes.offsets, codes.factors
+    both = [scales] if offsets is None else [scales, offsets]
+    zeros = None if offsets is None else torch.where(scales == 0, 0.0, -offsets / scales).round().clamp(-128, 127)
+    kind: NumberKind
+    if factors is not None and factors.units.shape[2] == blocks:
+        kind, found = "factors", [records(each, of_block) for each in factors.integers]
+        found += [records(each, 1) for each in factors.units]
+    elif all(map(is_half, both)):
+        kind, found = "float16", [records(each.half(), of_block) for each in both]
+    elif zeros is not None and is_half(scales) and torch.equal(-scales * zeros, both[1]):
+        kind, found = "zeros", [records(scales.half(), of_block), records(zeros.to(torch.int8), of_block)]
+    else:
+        kind, found = "float32", [records(each, of_block) for each in both]
+    return GroupNumbers(torch.cat(found, 2), kind, offsets is not None)
 
 
 def in_strips(words: torch.Tensor, block: int) -> torch.Tensor:
     """Words of outputs, in strips."""
     return words.view(-1, STRIP, words.shape[1] // block, block // UNIT, UNIT).permute(2, 0, 3, 1, 4).contiguous()
+
+
+def _fragments(values: torch.Tensor, bits: int, depth: int) -> torch.Tensor:
+    """Codes as the tensor cores take them from registers, int32 [blocks, strips, loads, 32 lanes, 4].
+
+    Of each 16 of the depth, lane 4 r + q has weights 2 q, 2 q + 1, then 2 q + 8 and 2 q + 9, of outputs r and r + 8:
+    the first two of both outputs, then the others, from the lowest bits on. That is a word, or two of codes of 8 bits.
+    """
+    strips, blocks, steps = len(values) // STRIP, values.shape[1] // depth, depth // 16
+    order = values.view(strips, 2, 8, blocks, steps, 2, 4, 2).permute(3, 0, 4, 2, 6, 5, 1, 7)
+    codes = order.reshape(blocks, strips, steps, 32, 8)
+    if bits == 4:
+        codes = codes[..., ::2] | codes[..., 1::2] << 4
+    words = codes.contiguous().view(torch.int32).view(blocks, strips, steps * bits // 16, 16 // bits, 32, bits // 4)
+    return words.transpose(3, 4).reshape(blocks, strips, steps * bits // 16, 32, 4).contiguous()
 
 
 def _exponents(scales: torch.Tensor, missing: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,15 +263,15 @@ def paired(words: torch.Tensor, kind: CodeType) -> torch.Tensor:
     one, other = words.view(len(words), -1, 2).unbind(-1)
     if kind == "fp8":
         made = [_halves(one, i) | (_halves(other, i) << 16) for i in (0, 2)]
-    elif kind == "fp4":
+    elif kind == "int4":
+        made = [(one & 0xFFFF) | (other << 16), ((one >> 16) & 0xFFFF) | (other & -0x10000)]
+    else:
         made = [torch.zeros_like(one), torch.zeros_like(one)]
         for i, (first, turn) in enumerate(FP4_PLACES):
             codes = [(word >> (4 * i)) & 15 for word in (one, other)]
             low, high = (((code & 8) << 12) | ((code & 7) << 6) for code in codes)
             numbers = _rotated(low | (high << 16), -turn)
             made = [word | (numbers & bits) for word, bits in zip(made, (first, ~first), strict=True)]
-    else:
-        made = [(one & 0xFFFF) | (other << 16), ((one >> 16) & 0xFFFF) | (other & -0x10000)]
     return torch.stack(made, -1).flatten(1)
 
 
@@ -176,45 +285,3 @@ def _rotated(words: torch.Tensor, turn: int) -> torch.Tensor:
     """To the left, by some bits."""
     turn %= 32
     return words if turn == 0 else (words << turn) | ((words >> (32 - turn)) & ((1 << turn) - 1))
-
-
-def _unpaired(words: torch.Tensor, kind: CodeType) -> torch.Tensor:
-    """What `paired` was made from."""
-    if kind not in ("fp8", "fp4"):
-        return paired(words, kind)
-    low, high = words.view(len(words), -1, 2).unbind(-1)
-    if kind == "fp4":
-        made = [torch.zeros_like(low), torch.zeros_like(low)]
-        for i, (first, turn) in enumerate(FP4_PLACES):
-            numbers = _rotated((low & first) | (high & ~first), turn)
-            made = [
-                word | (((numbers >> (at + 12)) & 8 | (numbers >> (at + 6)) & 7) << (4 * i))
-                for word, at in zip(made, (0, 16), strict=True)
-            ]
-        return torch.stack(made, -1).flatten(1)
-
-    def parts(half: torch.Tensor) -> torch.Tensor:
-        """Their sixteen bits."""
-        first = ((half >> 8) & 128) | ((half >> 4) & 127)
-        second = ((half >> 4) & 128) | ((half >> 8) & 112) | (half & 15)
-        return first | (second << 8)
-
-    both = [parts(low >> shift & 0xFFFF) | parts(high >> shift & 0xFFFF) << 16 for shift in (0, 16)]
-    return torch.stack(both, -1).flatten(1)
-
-
-def packed_rows(weight: PackedCodes, index: torch.Tensor) -> torch.Tensor:
-    """Rows of a weight, widened."""
-    bits, count = bits_of(weight.type), len(index)
-    shift = torch.arange(0, 32, bits, dtype=torch.int32, device=index.device)
-    words = weight.words[:, index // STRIP, :, index % STRIP].flatten(1) if weight.strips else weight.words[index]
-    if weight.paired:
-        words = _unpaired(words, weight.type)
-    values = (words.view(count, -1, 1, weight.block) >> shift[:, None]) & ((1 << bits) - 1)
-    scales = weight.scales_of(index)
-    if weight.exponents is not None:
-        fields = weight.exponents[:, index].transpose(0, 1).contiguous().view(torch.uint8).flatten(1).float()
-        scales = (scales * torch.exp2(fields - 253))[:, : weight.depth // weight.group]
-    values = values.to(torch.uint8).flatten(1)[:, : scales.shape[1] * weight.group]
-    offsets = None if weight.offsets is None else weight.offsets.t()[index]
-    return dequantize(Codes(values, scales, weight.type, weight.depth, offsets), weight.dtype)

@@ -17,21 +17,24 @@ _BLOCK = 16384  # numbers that one program rounds at a time
 @triton.jit
 def _rounded(
     x, scale, dtype: tl.constexpr,
-    INTEGERS: tl.constexpr, NARROW: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
+    INTEGERS: tl.constexpr, NARROW: tl.constexpr, RESTORED: tl.constexpr,
+    LOWEST: tl.constexpr, HIGHEST: tl.constexpr,
 ):  # fmt: skip
     if NARROW:
         return encode_by_cvt(x, scale)
     elif INTEGERS:
         scaled = tl.minimum(tl.maximum(tl.div_rn(x, scale), LOWEST), HIGHEST)
-        return ((scaled + 12582912.0) - 12582912.0).to(dtype)  # 1.5 * 2^23: to the nearest integer, ties to even
+        rounded = (scaled + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest integer, ties to even
     else:
-        return widen_bits(encode(x, scale).to(tl.int32), tl.float32).to(dtype)
+        rounded = widen_bits(encode(x, scale).to(tl.int32), tl.float32)
+    return (rounded * scale if RESTORED else rounded).to(dtype)
 
 
 @triton.jit
 def _round_kernel(
     x_ptr, out_ptr, scale_ptr, stored_ptr, K, group, x_stride,
-    INTEGERS: tl.constexpr, NARROW: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr, LEAST: tl.constexpr,
+    INTEGERS: tl.constexpr, NARROW: tl.constexpr, RESTORED: tl.constexpr,
+    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, LEAST: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One group of one row, in one block if it is WHOLE. stored_ptr: its scale, or None: that of its largest number."""
@@ -56,16 +59,19 @@ def _round_kernel(
         scale = tl.load(stored_ptr)
     dtype = out_ptr.dtype.element_ty
     if WHOLE:
-        tl.store(out_ptr + row * K + k, _rounded(x, scale, dtype, INTEGERS, NARROW, LOWEST, HIGHEST), mask=k < end)
+        rounded = _rounded(x, scale, dtype, INTEGERS, NARROW, RESTORED, LOWEST, HIGHEST)
+        tl.store(out_ptr + row * K + k, rounded, mask=k < end)
     else:
         for start in range(first, end, BLOCK):
             k = start + tl.arange(0, BLOCK)
             x = tl.load(x_ptr + row * x_stride + k, mask=k < end, other=0.0).to(tl.float32)
-            tl.store(out_ptr + row * K + k, _rounded(x, scale, dtype, INTEGERS, NARROW, LOWEST, HIGHEST), mask=k < end)
+            rounded = _rounded(x, scale, dtype, INTEGERS, NARROW, RESTORED, LOWEST, HIGHEST)
+            tl.store(out_ptr + row * K + k, rounded, mask=k < end)
 
 
-def rounded_rows(x: torch.Tensor, how: RowRounding, *, narrow: bool = False) -> RoundedRows:
-    """See `codes.rounded_rows`. narrow: e4m3 numbers instead of such of the type of x."""
+def rounded_rows(x: torch.Tensor, how: RowRounding, *, narrow: bool = False, restored: bool = False) -> RoundedRows:
+    """See `codes.rounded_rows`. narrow: e4m3 numbers instead of such of the type of x. restored: values are times their
+    scales, rounded to the type of x."""
     (num_rows, depth), size = x.shape, how.group or x.shape[1]
     out = torch.empty(x.shape, dtype=torch.uint8 if narrow else x.dtype, device=x.device)
     groups, scales = triton.cdiv(depth, size), how.scale
@@ -77,6 +83,7 @@ def rounded_rows(x: torch.Tensor, how: RowRounding, *, narrow: bool = False) -> 
         *(x, out, scales, how.scale, depth, size, x.stride(0)),
         INTEGERS=how.kind == "int8",
         NARROW=narrow,
+        RESTORED=restored,
         LOWEST=lowest,
         HIGHEST=highest,
         LEAST=LEAST_SCALE,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from ssd.kernels.cuda import cublaslt, few_rows, fp8_linear
+from ssd.kernels.cuda import cublaslt, few_rows, fp8_linear, grouped_rows
 from ssd.kernels.triton import codes_linear, elementwise, experts, linear, packing, row_codes
 from ssd.kernels.weights import GLU, Norm, RoundedRows, Routing, RowRounding, Rows, Weight, rows_and_scales
+
+_WIDE_COLUMNS = 32768  # outputs of a weight in groups that are widened at a time, for many rows
 
 
 @dataclass(frozen=True)
@@ -44,24 +47,53 @@ class DenseWeight(Weight):
 
 @dataclass(frozen=True)
 class CodesWeight(Weight):
-    """Codes of 4 or 8 bits, widened in registers: for few rows by a CUDA kernel, for many and one scale a row by a
-    dense product of them, else by Triton's."""
+    """Codes of 4 or 8 bits, widened in registers: for few rows by a CUDA kernel, for many they are widened before a
+    dense product, else by Triton's.
+
+    Rows that are rounded by group, or before a product of weights (`packing.is_widened`), are widened again.
+    """
 
     packed: packing.PackedCodes
     gated: bool = False
     rounding: RowRounding | None = None
 
     def linear(self, x: Rows, bias: torch.Tensor | None = None, *, float32: bool = False) -> torch.Tensor:
-        rows, scales = rows_and_scales(x, self.rounding, row_codes.rounded_rows)
-        bias = _bias(bias, self.gated)
-        out_dtype = torch.float32 if float32 else rows.dtype
-        if few_rows.takes(rows, self.packed, bias, scales):
-            product = few_rows.linear
-        elif codes_linear.is_wide(rows, self.packed):
-            product = _wide_linear
-        else:
-            product = codes_linear.codes_linear
-        return product(rows, self.packed, bias, gated=self.gated, out_dtype=out_dtype, row_scales=scales)
+        rows, scales = self._rows(x)
+        own, out_dtype = _bias(bias, self.gated), torch.float32 if float32 else rows.dtype
+        if grouped_rows.takes(rows, self.packed, own):
+            return grouped_rows.linear(rows, self.packed, own, gated=self.gated, out_dtype=out_dtype)
+        options: dict[str, Any] = {"gated": self.gated, "out_dtype": out_dtype, "row_scales": scales}
+        if few_rows.takes(rows, self.packed, own, scales):
+            return few_rows.linear(rows, self.packed, own, **options)
+        wide, weights = codes_linear.is_wide(rows, self.packed), self.packed.numbers is not None
+        if weights and (wide or self.packed.strips):
+            return self._widened_linear(rows, bias, float32)
+        if wide:
+            return codes_linear.wide_linear(rows, self.packed, own, _float32_sums, **options)
+        return codes_linear.codes_linear(rows, self.packed, own, **options)
+
+    def _widened_linear(self, x: torch.Tensor, bias: torch.Tensor | None, float32: bool) -> torch.Tensor:
+        """Some outputs, or segments, at a time."""
+        packed, made = self.packed, []
+        if packed.segment < packed.depth:
+            return self._added_up(x, _bias(bias, self.gated), torch.float32 if float32 else x.dtype)
+        for first in range(0, packed.columns, _WIDE_COLUMNS):
+            some = slice(first, min(packed.columns, first + _WIDE_COLUMNS))
+            own = None if bias is None else bias[some]
+            if self.gated and bias is not None:
+                own = torch.cat([each[first // 2 : some.stop // 2] for each in bias.chunk(2)])
+            wide = codes_linear.widened(packed, x.dtype, outputs=some)
+            made.append(_dense_linear(x, wide, own, gated=self.gated, float32=float32))
+        return made[0] if len(made) == 1 else torch.cat(made, 1)
+
+    def _added_up(self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+        packed, total = self.packed, None
+        for first in range(0, packed.depth, packed.segment):
+            part = slice(first, min(packed.depth, first + packed.segment))
+            wide = codes_linear.widened(packed, x.dtype, depth=part)
+            total = _float32_sums(x[:, part], wide, total)
+        assert total is not None
+        return codes_linear.finished(total, bias, gated=self.gated, out_dtype=out_dtype)
 
     def expert_linear(
         self,
@@ -72,12 +104,19 @@ class CodesWeight(Weight):
         glu: GLU | None = None,
         float32: bool = False,
     ) -> torch.Tensor:
-        rows, scales = rows_and_scales(x, self.rounding, row_codes.rounded_rows)
+        rows, scales = self._rows(x)
         out_dtype = torch.float32 if float32 else rows.dtype
         return experts.expert_linear(rows, self.packed, routing, bias, glu=glu, out_dtype=out_dtype, row_scales=scales)
 
     def embedding(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return packing.packed_rows(self.packed, token_ids)
+        return codes_linear.widened(self.packed, self.packed.dtype, index=token_ids)
+
+    def _rows(self, x: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows as they are multiplied, and their scales."""
+        if self.rounding is not None and (self.packed.numbers is not None or self.rounding.group is not None):
+            assert isinstance(x, torch.Tensor)
+            return row_codes.rounded_rows(x, self.rounding, restored=True).values, None
+        return rows_and_scales(x, self.rounding, row_codes.rounded_rows)
 
 
 @dataclass(frozen=True)
@@ -126,16 +165,11 @@ def _dense_linear(
     return linear.linear(x, weight, _bias(bias, gated), gated=gated, out_dtype=out_dtype)
 
 
-def _wide_linear(
-    x: torch.Tensor,
-    weight: packing.PackedCodes,
-    bias: torch.Tensor | None,
-    *,
-    gated: bool,
-    out_dtype: torch.dtype,
-    row_scales: torch.Tensor | None,
-) -> torch.Tensor:
-    def sums(x: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
-        return _dense_linear(x, wide, None, gated=False, float32=True)
-
-    return codes_linear.wide_linear(x, weight, bias, sums, gated=gated, out_dtype=out_dtype, row_scales=row_scales)
+def _float32_sums(x: torch.Tensor, wide: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
+    """Sums of products, added to `onto`."""
+    library = cublaslt.load() if x.is_cuda else None
+    product = None if library is None else library.linear(x, wide, None, torch.float32, onto=onto)
+    if product is None:
+        product = linear.linear(x, wide, out_dtype=torch.float32)
+        product = product if onto is None else onto + product
+    return product

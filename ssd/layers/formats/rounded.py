@@ -70,7 +70,7 @@ class Rounded(WeightFormat):
     """Stored as float tensors, multiplied as codes of the type `name` with scales (`ssd.kernels.codes`). Dynamic:
     the rows of a product are rounded to that type, too, each with the scale of its largest number.
 
-    `exact`: for a target; a draft's bits reach no text, and its products need not be row-invariant. `keeps_dense`:
+    `exact`: for a target; the rows of a draft's products may be rounded, too (`Ops.prepare_codes`). `keeps_dense`:
     products of more than _FEW_ROWS rows are those of the unrounded weight, which is kept beside them.
     """
 
@@ -88,9 +88,8 @@ class Rounded(WeightFormat):
         codes = unrounded = None
         if use.product:
             own = _columns(quantize(weight, self.form), use.columns)
-            codes = ops.prepare_codes(
-                own, dtype, gated=use.gated, experts=use.experts, exact=self.exact, rows=self.rows
-            )
+            coarse = not self.exact and self.rows is None
+            codes = ops.prepare_codes(own, dtype, gated=use.gated, experts=use.experts, rows=self.rows, coarse=coarse)
         if use.embedding or self.keeps_dense:
             unrounded = ops.prepare(weight[:, use.columns].contiguous(), gated=use.gated, experts=use.experts)
         return RoundedWeight(codes, unrounded, self.keeps_dense)

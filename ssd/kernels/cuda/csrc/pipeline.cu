@@ -98,19 +98,23 @@ struct Scales {
         }
     }
 };
-// silu(gate) * up, with the same roundings as the Triton kernels.
+// silu(gate) * up, with the roundings of `epilogue.py`: of `rounded_gate`, or of `wide_gate`.
+template <bool rounded>
 __device__ __forceinline__ float gated_by(float gate, float up) {
+    if (rounded) gate = wide(narrow(gate)), up = wide(narrow(up));
     const float below = __fadd_rn(1.0f, exp2_(__fmul_rn(-gate, 1.4426950408889634f)));
-    return __fmul_rn(divided(gate, below), up);
+    const float silu = divided(gate, below);
+    return __fmul_rn(rounded ? wide(narrow(silu)) : silu, up);
 }
 // Writes the outputs of a pair to the row that begins at y[at]. If gated, the pair is gate and up of one output.
 // `column`: the lane's own output before the exchange, `end`: number of outputs.
+template <bool rounded = false>
 __device__ __forceinline__ void write(const Pair& pair, void* y, bool float32, bool gated, u64 at, int column,
                                       int end) {
     const int even = column & ~1;
     if (even >= end) return;
     if (gated)
-        store(y, float32, at + even / 2, gated_by(pair.low, pair.high));
+        store(y, float32, at + even / 2, gated_by<rounded>(pair.low, pair.high));
     else
         store_pair(y, float32, at + even, pair.low, pair.high, even + 1 < end);
 }

@@ -58,6 +58,16 @@ __device__ __forceinline__ u32 halves(u32 v) {
         asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %1;\ncvt.rn.f16x2.e4m3x2 %0, a;\n}" : "=r"(d) : "r"(v));
     return d;
 }
+// One of two float16 numbers.
+template <int half>
+__device__ __forceinline__ float of_half(u32 pair) {
+    float d;
+    if (half)
+        asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %1;\ncvt.f32.f16 %0, b;\n}" : "=f"(d) : "r"(pair));
+    else
+        asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %1;\ncvt.f32.f16 %0, a;\n}" : "=f"(d) : "r"(pair));
+    return d;
+}
 // Four of the eight bytes of a (0 to 3) and b (4 to 7), the first in the last digit of `which`.
 template <u32 which>
 __device__ __forceinline__ u32 bytes(u32 a, u32 b) {
@@ -367,6 +377,7 @@ template <int COUNT>
 __device__ __forceinline__ void meet() {
     asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory");
 }
+__device__ __forceinline__ void meet(int count) { asm volatile("bar.sync 1, %0;" ::"r"(count) : "memory"); }
 // Of a kernel that is launched early (`launch.py`).
 __device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void let_later_kernels_begin() { asm volatile("griddepcontrol.launch_dependents;"); }

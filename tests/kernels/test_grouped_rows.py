@@ -1,0 +1,120 @@
+"""The CUDA kernel for few rows and weights in groups on a CPU, in an emulator (`emulated_ptx.h`)."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from bits import same_bits
+from conftest import mostly_slow
+from stored_codes import NUMBERS, numbered_codes, some_codes
+
+from ssd.kernels.codes import Codes, CodeType, dequantize
+from ssd.kernels.cuda import grouped_rows as kernel
+from ssd.kernels.triton.packing import NumberKind, PackedCodes, pack
+from tests.kernels.emulation import COMPILER, TensorMap, addresses, emulated_kernel
+
+CPU = torch.device("cpu")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+
+def emulated(
+    x: torch.Tensor,
+    weight: PackedCodes,
+    bias: torch.Tensor | None,
+    *,
+    gated: bool = False,
+    blocks: int = 2,
+    share: int = 3,
+    parallel: int = 1,
+    stages: int = 3,
+    seed: int = 0,
+) -> torch.Tensor:
+    """`grouped_rows.linear` with float32 outputs."""
+    rows, variant = len(x), kernel.Variant.of(weight)
+    tiles = next(each for each in kernel.TILES if 8 * each >= rows)
+    launch = kernel.Launch.made(weight, tiles, share, parallel, stages)
+    library = emulated_kernel(kernel.SOURCE, "product", variant.macros(tiles))
+    y = torch.full((rows, weight.columns // (2 if gated else 1)), torch.nan)
+    params = kernel.params_of(weight, bias, y, gated, launch)
+    x_map = TensorMap(x.data_ptr(), rows, x.stride(0), weight.depth // 64, weight.block * weight.parts // 64, 8 * tiles)
+    assert library.launch(addresses(x_map, params), blocks, launch.threads, launch.shared, seed), "a wait is endless"
+    return y
+
+
+def added_up(x: torch.Tensor, weight: torch.Tensor, segment: int) -> torch.Tensor:
+    """As the emulator does: sixteen products at a time, segments one after the other."""
+    total = torch.zeros(len(x), len(weight))
+    for start in range(0, x.shape[1], segment):
+        whole = torch.zeros_like(total)
+        for k in range(start, min(start + segment, x.shape[1]), 16):
+            part = torch.zeros_like(total)
+            for i in range(k, k + 16):
+                part += x[:, i : i + 1].float() * weight[:, i].float()
+            whole += part
+        total = whole if start == 0 else total + whole
+    return total
+
+
+@needs_compiler
+@pytest.mark.parametrize(("kind", "group", "offsets", "numbers", "depth"), mostly_slow(NUMBERS, fast=NUMBERS[:2]))
+def test_the_weights_themselves_are_multiplied(
+    kind: CodeType, group: int, offsets: bool, numbers: NumberKind, depth: int
+) -> None:
+    """Of every type of codes and scales; one row and several tiles of them, several tiles of outputs for a block of
+    threads, outputs that are no whole strip: the bits are those of the dequantised weight."""
+    codes = numbered_codes(kind, 138, depth, group, offsets, numbers, CPU)
+    weight, dense = pack(codes, torch.bfloat16), dequantize(codes, torch.bfloat16)
+    assert weight.numbers is not None
+    assert weight.numbers.kind == numbers
+    for rows, share, blocks, stages in ((1, 3, 2, 3), (19, 5, 1, 2)):
+        x = torch.randn(rows, depth).bfloat16()
+        found = emulated(x, weight, None, share=share, blocks=blocks, stages=stages, seed=rows)
+        assert same_bits(found, added_up(x, dense, depth))
+
+
+@needs_compiler
+@pytest.mark.parametrize(("parallel", "stages"), [(1, 3), (2, 2), (3, 2)])
+def test_segments_are_added_in_order(parallel: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at the same time, or some after others; the last one is shorter."""
+    monkeypatch.setattr("ssd.kernels.triton.packing.SEGMENT", 512)
+    codes = numbered_codes("uint4", 40, 1280, 32, True, "factors", CPU)
+    weight, dense = pack(codes, torch.bfloat16), dequantize(codes, torch.bfloat16)
+    assert weight.segment == 512
+    x = torch.randn(9, 1280).bfloat16()
+    found = emulated(x, weight, None, share=2, parallel=parallel, stages=stages)
+    assert same_bits(found, added_up(x, dense, 512))
+
+
+@needs_compiler
+def test_bias_and_activation() -> None:
+    """Rounded as those of a dense weight: the product, what silu makes of it, and the result."""
+    weight = pack(some_codes("int4", 80, 512, 128, offsets=True, device=CPU), torch.bfloat16)
+    x, bias = torch.randn(9, 512).bfloat16() / 16, torch.randn(80).bfloat16()
+    sums = emulated(x, weight, bias).bfloat16()
+    expected = torch.nn.functional.silu(sums[:, ::2]) * sums[:, 1::2]
+    found = emulated(x, weight, bias, gated=True)
+    assert (found.bfloat16() == expected).float().mean() > 0.99  # exp is another one
+
+
+@pytest.mark.parametrize("tiles", kernel.TILES)
+@pytest.mark.parametrize(("columns", "depth"), [(1024, 4096), (4096, 14336), (28672, 4096), (1536, 8960), (896, 896)])
+@pytest.mark.parametrize(("kind", "group"), [("int8", 16), ("uint4", 32)])
+def test_shared_memory_is_enough(kind: CodeType, group: int, columns: int, depth: int, tiles: int) -> None:
+    """For two stages at least, and there are no more warps than registers allow."""
+    values = torch.zeros(columns, depth, dtype=torch.uint8)
+    numbers = torch.full((columns, depth // group), 0.1)
+    weight = pack(Codes(values, numbers, kind, depth, numbers), torch.bfloat16)
+    launch = kernel.Launch.of(weight, tiles, 132)
+    assert launch.stages >= 2
+    assert launch.threads <= 32 * (kernel.most_warps(tiles) + 1)
+    assert launch.shared <= kernel.SHARED
+
+
+def test_parameters_have_the_source_s_fields_in_its_order() -> None:
+    body = re.search(r"struct Params {(.*?)\n};", kernel.SOURCE.read_text(encoding="utf-8"), re.DOTALL)
+    assert body is not None
+    code = re.sub(r"//[^\n]*", "", body[1])
+    names = [name for line in code.split(";") for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())]
+    assert names == [name for name, _ in kernel.Params._fields_]
