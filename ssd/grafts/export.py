@@ -39,6 +39,7 @@ SHARD_BYTES: Final = 4 * 10**9
 _ARCHITECTURES: Final = {
     "gpt_oss": "GptOssForCausalLM",
     "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }

@@ -57,7 +57,7 @@ _SINK: Final = -(2.0**13)
 
 _EMBEDDING, _HEAD, _FINAL_NORM = "model.embed_tokens", "lm_head", "model.norm"
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
-_DENSE: Final = {"qwen3_moe": "qwen3", "gpt_oss": "llama"}  # families of bases for families with experts
+_BASES: Final = {"qwen2": "llama", "qwen3_moe": "qwen3", "gpt_oss": "llama"}  # families of bases, where not their own
 _PACKED: Final = ("gpt_oss",)  # families whose experts are stored in MXFP4
 READERS: Final = (  # tensors that read the normed stream; where the stream is zero, their weights do not matter
     "self_attn.q_proj",
@@ -223,7 +223,7 @@ class GraftCheckpoint:
 
 def obstacles(small: DecoderConfig, big: DecoderConfig) -> Iterator[str]:
     """Why `small` cannot be grafted into `big`."""
-    if small.family not in (big.family, _DENSE.get(big.family)):
+    if small.family not in (big.family, _BASES.get(big.family)):
         yield f"the shape's family is {big.family}, the base's is {small.family}"
     own, wide = small.attention, host(big).attention
     biases = {"qkv_bias": own.qkv_bias, "output_bias": own.output_bias, "mlp_bias": small.mlp.bias}

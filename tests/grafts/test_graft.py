@@ -96,11 +96,13 @@ def make_base(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(autouse=True)
 def _shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The targets under names of their own, `llama-2x-heads` and so on."""
+    """The targets under names of their own, `llama-2x-heads` and so on, and one of Qwen 2 for Llama bases."""
     for family in FAMILIES:
         for name, shape in TARGETS.items():
             known = replace(shape.with_layers(qk_norm=family == "qwen3"), family=family)
             monkeypatch.setitem(SHAPES, f"{family}-{name}", known)
+    biased = replace(TARGETS["everything"].with_layers(qkv_bias=True), family="qwen2")
+    monkeypatch.setitem(SHAPES, "llama-qwen2", biased)
 
 
 def both(base: Path, shape: str, dtype: str) -> tuple[LLM, LLM]:
@@ -379,6 +381,7 @@ def graft(make_base: Callable[..., Path]) -> GraftCheckpoint:
     [
         pytest.param("llama", "everything", 3_000_000, marks=pytest.mark.slow),
         ("qwen3", "split-groups-4x-heads", export.SHARD_BYTES),
+        ("llama", "qwen2", export.SHARD_BYTES),
     ],
 )
 def test_written_grafts_are_the_same_to_everybody(
