@@ -22,6 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ssd.bench.floor import bandwidth
 from ssd.bench.record import HELP, record, rows_of
 from ssd.kernels.ops import DeviceBatch, HeadShape
 from ssd.kernels.triton.ops import TritonOps
@@ -42,7 +43,7 @@ def main() -> None:
     heads, stored = HeadShape(*args.heads), torch.float8_e4m3fn if args.kv_cache_dtype == "fp8" else torch.bfloat16
     if not torch.cuda.is_available():
         raise SystemExit("bench/attention.py needs a CUDA device")
-    copy = copy_bandwidth()
+    copy = bandwidth(torch.device("cuda"))
     console = Console(width=120)
     table = Table("sequences", "queries each", "context", "µs", "KV TB/s", f"of a copy ({copy / 1e12:.2f})")
     for sequences, queries, context in DECODE:
@@ -113,13 +114,6 @@ def make_batch(
         prefill_tiles=tiles if prefill else None,
         logit_rows=None,
     )
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written per second by a large copy."""
-    source = torch.empty(1 << 30, dtype=torch.int32, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / replay_seconds(lambda: torch.neg(source, out=target))
 
 
 def replay_seconds(run: Callable[[], object], repeats: int = 7) -> float:

@@ -26,6 +26,7 @@ from random_weights import RandomCheckpoint
 
 from ssd.assembly.build import build_engine
 from ssd.assembly.open import open_checkpoint
+from ssd.bench.floor import bandwidth, device_seconds, streamed_bytes
 from ssd.bench.load import LoadMeter
 from ssd.bench.record import HELP, Figure, record, spread, text
 from ssd.config import EngineConfig
@@ -36,8 +37,6 @@ from ssd.execution.runner import ModelRunner
 from ssd.execution.target import Target
 from ssd.grafts.export import config_json
 from ssd.grafts.shapes import SHAPES
-from ssd.layers.experts import Experts
-from ssd.layers.linear import Linear
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.config import DecoderConfig
 
@@ -129,7 +128,7 @@ def compared(label: str, speeds: dict[str, list[float]]) -> list[Row]:
 def bench_gpu(shape: str, args: argparse.Namespace) -> list[Row]:
     """Decode time against the floor: bytes of weights over the copy bandwidth measured in this run."""
     device = torch.device(args.device)
-    bandwidth = copy_bandwidth(device)
+    speed = bandwidth(device)
     start = time.perf_counter()
     checkpoint = open_checkpoint(args.model) if args.model else RandomCheckpoint(SHAPES[shape])
     longest = min(max(4096, args.prompt_len + args.new_tokens), checkpoint.config.max_position)
@@ -151,9 +150,9 @@ def bench_gpu(shape: str, args: argparse.Namespace) -> list[Row]:
     ]
     assert isinstance(engine.round.target, Target)
     runner = engine.round.target.runner
-    floors = {n: streamed_bytes(runner, n) / bandwidth for n in (1, 8, 16, 64)}  # seconds, by rows
-    floor = {"ms": round(floors[1] * 1e3, 3), "GB": round(floors[1] * bandwidth / 1e9, 2)}
-    rows.append(("copy bandwidth", {"TB/s": round(bandwidth / 1e12, 2)}))
+    floors = {n: streamed_bytes(runner.decoder, n) / speed for n in (1, 8, 16, 64)}  # seconds, by rows
+    floor = {"ms": round(floors[1] * 1e3, 3), "GB": round(floors[1] * speed / 1e9, 2)}
+    rows.append(("copy bandwidth", {"TB/s": round(speed / 1e12, 2)}))
     rows.append(("floor: one pass over the weights", floor))
     one = 0.0
     sizes = ((1, 1, 512), (1, 8, 512), (8, 1, 512), (16, 1, 512), (1, 1, 4000), (8, 1, 16384))
@@ -287,37 +286,6 @@ def graph_seconds(runner: ModelRunner, sequences: int, queries: int, context: in
     graph = runner.forward(batch).graph
     assert graph is not None
     return statistics.median(device_seconds(graph.graph.replay) for _ in range(repeats))
-
-
-def device_seconds(work: Callable[[], object]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    work()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1e3
-
-
-def copy_bandwidth(device: torch.device, size: int = 4 << 30) -> float:
-    """Bytes per second of a large device-to-device copy, read and written bytes counted."""
-    source = torch.empty(size // 2, dtype=torch.bfloat16, device=device).normal_()
-    target = torch.empty_like(source)
-    return 2 * size / statistics.median(device_seconds(lambda: target.copy_(source)) for _ in range(12))
-
-
-def streamed_bytes(runner: ModelRunner, rows: int) -> float:
-    """Weights that a step of so many rows reads: the layers and the head, not the input embedding. Of experts those
-    that random choices of all rows hit."""
-    total = float(runner.decoder.head.num_bytes())
-    for layer in runner.decoder.layers:
-        linear = {each for each in layer.parameters() if isinstance(each, Linear)}
-        if isinstance(layer.mlp, Experts):
-            spec, experts = layer.mlp.spec, {layer.mlp.gate_up, layer.mlp.down}
-            hit = 1 - (1 - spec.experts_per_token / spec.num_experts) ** rows
-            total += hit * sum(each.num_bytes() for each in experts)
-            linear -= experts
-        total += sum(each.num_bytes() for each in linear)
-    return total
 
 
 def _arguments() -> argparse.Namespace:

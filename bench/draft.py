@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import get_args
 
 import torch
-from decode import copy_bandwidth, device_seconds  # bench/decode.py
 from random_weights import RandomCheckpoint
 from rich.console import Console
 from rich.table import Table
 
+from ssd.bench.floor import bandwidth, device_seconds
 from ssd.bench.record import HELP, record, rows_of
 from ssd.core import SamplingParams
 from ssd.execution.graphs import capture
@@ -56,18 +56,18 @@ def main() -> None:
     args = arguments()
     if args.device == "cpu":
         return on_cpu(args)
-    bandwidth, at = copy_bandwidth(CUDA), args.context
+    speed, at = bandwidth(CUDA), args.context
     table = Table("shape", "weights", "rows", "floor", "kernels", "one kernel", title="step of a draft, ms")
     for shape in args.eagle:
         head, kv = make_head(shape, at)
-        floor = head_bytes(head.eagle) / bandwidth
+        floor = head_bytes(head.eagle) / speed
         for name, batch in batches_of(head, at).items():
             times = (1e3 * floor, milliseconds(functools.partial(head, batch, kv)))
             table.add_row(f"head of {shape}", "bfloat16", name, *(f"{x:.3f}" for x in times), "")
     for shape in args.shape if not args.eagle else ():
         for form in (None, *args.quantization):
             decoder, kv = make(shape, at, form)
-            floor = decoder.num_bytes() / bandwidth
+            floor = decoder.num_bytes() / speed
             batches = batches_of(decoder, at)
             step = persistent_step(decoder, kv)
             for name, batch in batches.items():

@@ -6,7 +6,7 @@
     python bench/experts.py --model graft:tiny-llama@gpt-oss-20b                 # how a graft's router spreads tokens
 
 The rows choose their experts at random, other ones each time. `layer` is routing, both products and the weighted sum,
-without the router's own product; `hit` the number of experts, `floor` the bytes of their weights over the copy
+without the router's own product; `hit` the number of experts, `floor` the bytes of their weights over the memory's
 bandwidth as a part of the time. On a GPU all is in one CUDA graph: launches do not count.
 
 With --model: what share of the tokens of the prompt sets each expert of some layers has (1: as many as the others), and
@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
-from decode import copy_bandwidth
-from linear import host_bandwidth, seconds
+from linear import seconds
 
 from ssd.assembly.open import open_checkpoint
+from ssd.bench.floor import bandwidth
 from ssd.bench.record import HELP, Rows, record
 from ssd.grafts.expert_graft import CODE, add_codes
 from ssd.grafts.graft import GraftCheckpoint, held_mlp, seeded
@@ -91,7 +91,7 @@ class Layer:
 
 @torch.inference_mode()
 def bench(name: str, form: str, row_counts: list[int], device: torch.device) -> Rows:
-    layer, speed = Layer(name, form, device), (copy_bandwidth if device.type == "cuda" else host_bandwidth)(device)
+    layer, speed = Layer(name, form, device), bandwidth(device)
     print(f"{name}'s experts in {form}, copies at {speed / 1e9:.0f} GB/s")
     print(f"{'part':<8} {'rows':>5} {'hit':>6} {'us':>9} {'GB/s':>6} {'floor':>6}")
     found: Rows = {}

@@ -11,7 +11,7 @@ not be. The gate/up product includes its activation, except for torch's. The las
 and operations per second of what is used. Each product runs over so many copies of its weight that no cache holds them
 all; on a GPU in one CUDA graph: launches do not count. With --quantization: the layers' weights in these formats (those
 of float weights that are rounded, or random codes as published files have them); `layer` is all products of a layer,
-`floor` the bytes of the prepared weights over the copy bandwidth, and `bf16` the time of the widened weights over
+`floor` the bytes of the prepared weights over the memory's bandwidth, and `bf16` the time of the widened weights over
 theirs. Rows are rounded where the format says so.
 """
 
@@ -20,15 +20,14 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast, get_args
 
 import torch
-from decode import copy_bandwidth, device_seconds
 
+from ssd.bench.floor import bandwidth, device_seconds, host_seconds
 from ssd.bench.record import HELP, Rows, record
 from ssd.grafts.shapes import SHAPES
 from ssd.kernels.codes import Codes, CodeType, Factors, Format, bits_of, dequantize, quantize
@@ -72,8 +71,8 @@ def bench(shape: str, row_counts: list[int], device: torch.device) -> Rows:
             rates = f"{size / timed[2] / 1e9:>6.0f} {2 * rows * columns * depth / timed[2] / 1e12:>8.2f}"
             kernel = used_kernel(x, prepared[0], gated=gated)
             print(f"{name:<10} {columns:>8} {depth:>6} {rows:>5} {times} {kernel:>7} {rates}", flush=True)
-            columns = dict(zip(("ours, us", "torch, us", "used, us"), (round(1e6 * t, 1) for t in timed), strict=True))
-            found[f"{shape}, {name}, rows {rows}"] = {**columns, "used, GB/s": round(size / timed[2] / 1e9)}
+            figures = dict(zip(("ours, us", "torch, us", "used, us"), (round(1e6 * t, 1) for t in timed), strict=True))
+            found[f"{shape}, {name}, rows {rows}"] = {**figures, "used, GB/s": round(size / timed[2] / 1e9)}
     return found
 
 
@@ -128,9 +127,9 @@ def bench_format(shape: str, form: str, row_counts: list[int], device: torch.dev
     found: Rows = {}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     ops = kernels(device).ops()
-    speed = copy_bandwidth(device) if device.type == "cuda" else host_bandwidth(device)
+    speed = bandwidth(device)
     titles = f"{'product':<10} {'columns':>8} {'depth':>6} {'rows':>5} {'us':>9} {'GB/s':>6} {'floor':>6} {'bf16':>6}"
-    print(f"{shape} in {form}, copies at {speed / 1e9:.0f} GB/s\n{titles}")
+    print(f"{shape} in {form}, memory at {speed / 1e9:.0f} GB/s\n{titles}")
     layers, total = {rows: [0.0, 0.0] for rows in row_counts}, 0
     for name, columns, depth in products(SHAPES[shape]):
         if name == "head":
@@ -239,26 +238,13 @@ def seconds(work: Callable[[], None], device: torch.device, repeats: int = 7) ->
     """Median of some runs, after one that does not count."""
     work()
     if device.type == "cpu":
-        return statistics.median(_clocked(work) for _ in range(repeats))
+        return statistics.median(host_seconds(work) for _ in range(repeats))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
     graph.replay()
     return statistics.median(device_seconds(graph.replay) for _ in range(repeats))
-
-
-def host_bandwidth(device: torch.device, size: int = 256 << 20) -> float:
-    """Bytes per second of a copy in the host's memory, read and written bytes counted."""
-    source = torch.ones(size, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    return 2 * size / statistics.median(_clocked(lambda: target.copy_(source)) for _ in range(7))
-
-
-def _clocked(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 def _arguments() -> argparse.Namespace:

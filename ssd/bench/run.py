@@ -12,16 +12,19 @@ from typing import Any
 
 import torch
 
+from ssd.assembly.device import resolve_device
 from ssd.assembly.open import open_checkpoint
 from ssd.bench import tracing
 from ssd.bench.answers import NO_PROGRESS, Contender, Progress, RequestSettings
 from ssd.bench.config import BenchConfig, is_url
+from ssd.bench.floor import Floor, bandwidth, streamed_bytes
 from ssd.bench.measure import MEAN, Measured, figures, measure, same_text, warnings
 from ssd.bench.ours import OurContender, methods_of, our_contenders
 from ssd.bench.record import origin
 from ssd.bench.report import Report, Row
 from ssd.bench.workload import Workload, load_workload
 from ssd.config import NGRAM
+from ssd.execution.target import Target
 from ssd.execution.threads import num_cores
 from ssd.models.checkpoint import rounding_note
 from ssd.text.tokenizer import Tokenizer
@@ -36,6 +39,8 @@ def run(config: BenchConfig, progress: Progress = NO_PROGRESS, traces: Seq[Path]
     asked = RequestSettings(
         config.output_len, config.temperature, config.seed, config.batch, max_rounds=config.max_rounds
     )
+    device = resolve_device(str(config.engine.get("device", "auto")))
+    speed = bandwidth(device) if config.batch == 1 else None  # before models take the memory
     with contextlib.ExitStack() as stack:
         contenders = _contenders(config, workloads, peers, stack)
         found = measure(contenders, workloads, asked, config.repeats, progress)
@@ -53,10 +58,25 @@ def run(config: BenchConfig, progress: Progress = NO_PROGRESS, traces: Seq[Path]
         notes += [f"{w.name}: {w.origin}" for w in workloads]
         notes += _threads(found)
         rows = figures(found)
-        notes += slower(rows)
+        floor = None if speed is None else _floor(contenders, rows, speed)
+        notes += [*([str(floor)] if floor else []), *slower(rows)]
         answers = [a for turn in found[0].turns[workloads[0].name] if turn.repeat == 0 for a in turn.answers]
         texts = [answer.text for answer in answers]
-        return Report(_header(config), rows, notes, same, texts, warnings(found))
+        header = _header(config) | {"floor": floor.as_dict() if floor else None}
+        return Report(header, rows, notes, same, texts, warnings(found))
+
+
+def _floor(contenders: Seq[Contender], rows: Seq[Row], speed: float) -> Floor | None:
+    """Of this engine's plain decoding, if that was measured; `speed`: the memory's, bytes/s."""
+    for contender in contenders:
+        if isinstance(contender, OurContender) and contender.name == "ar":
+            target = contender.llm.engine.round.target
+            assert isinstance(target, Target)
+            decoder = target.runner.decoder
+            decoded = next(row for row in rows if (row["contender"], row["set"]) == ("ar", MEAN))
+            size = streamed_bytes(decoder) / decoder.tp.size
+            return Floor(size, speed, decoded["decode_tokens_per_second"])
+    return None
 
 
 def slower(rows: Seq[Row]) -> list[str]:
