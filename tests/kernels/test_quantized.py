@@ -159,7 +159,7 @@ def test_rounded_rows_of_weights_in_groups_are_widened(number: RowType) -> None:
         rounded = rounded_rows(x, how)
         wide = (rounded.values.float().view(3, 2, 128) * rounded.scales[:, :, None]).flatten(1).to(dtype)
         found = ops.prepare_codes(codes, dtype, rows=how).linear(x, float32=True)
-        assert same_bits(found, ops.prepare_codes(codes, dtype).linear(wide, float32=True))
+        close(found, ops.prepare_codes(codes, dtype).linear(wide, float32=True), torch.bfloat16)
 
 
 @stored_codes("c", "triton")

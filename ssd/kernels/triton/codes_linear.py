@@ -499,7 +499,8 @@ def choose_tile(x: torch.Tensor, weight: PackedCodes) -> Tile:
 def fitting(tile: Tile, x: torch.Tensor, weight: PackedCodes) -> Tile:
     """The tile shape, with as many stages as the GPU has shared memory for."""
     depth = weight.block * weight.parts
-    stage = x.element_size() * depth * tile.rows + 4 * weight.block * tile.columns  # bytes
+    loads = 1 if weight.numbers is None else 3  # of words, scales and offsets
+    stage = x.element_size() * depth * tile.rows + 4 * loads * weight.block * tile.columns  # bytes
     widened = 0 if weight.numbers is None else x.element_size() * depth * tile.columns
     return replace(tile, stages=max(2, min(tile.stages, (shared_memory(x.device) - widened) // stage)))
 

@@ -22,12 +22,15 @@ def _rounded(
 ):  # fmt: skip
     if NARROW:
         return encode_by_cvt(x, scale)
-    elif INTEGERS:
-        scaled = tl.minimum(tl.maximum(tl.div_rn(x, scale), LOWEST), HIGHEST)
-        rounded = (scaled + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest integer, ties to even
     else:
-        rounded = widen_bits(encode(x, scale).to(tl.int32), tl.float32)
-    return (rounded * scale if RESTORED else rounded).to(dtype)
+        if INTEGERS:
+            scaled = tl.minimum(tl.maximum(tl.div_rn(x, scale), LOWEST), HIGHEST)
+            rounded = (scaled + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest integer, ties to even
+        else:
+            rounded = widen_bits(encode(x, scale).to(tl.int32), tl.float32)
+        if RESTORED:
+            rounded *= scale
+        return rounded.to(dtype)
 
 
 @triton.jit

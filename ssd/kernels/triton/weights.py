@@ -60,6 +60,8 @@ class CodesWeight(Weight):
     def linear(self, x: Rows, bias: torch.Tensor | None = None, *, float32: bool = False) -> torch.Tensor:
         rows, scales = self._rows(x)
         own, out_dtype = _bias(bias, self.gated), torch.float32 if float32 else rows.dtype
+        if len(rows) == 0:  # no kernel is compiled for that
+            return rows.new_empty((0, self.packed.columns // (2 if self.gated else 1)), dtype=out_dtype)
         if grouped_rows.takes(rows, self.packed, own):
             return grouped_rows.linear(rows, self.packed, own, gated=self.gated, out_dtype=out_dtype)
         options: dict[str, Any] = {"gated": self.gated, "out_dtype": out_dtype, "row_scales": scales}
