@@ -4,6 +4,7 @@ Where numbers are rounded on the way is part of a model's definition, and the sa
 
 - dense weights (`rounded_gate`): product, silu and result are rounded to the type of x, as PyTorch does one operation
   at a time. A product of the library is rounded when it is stored, so the fused kernel rounds as well.
+- weights in groups that are widened: as dense ones.
 - codes (`wide_gate`): one rounding, at the end. No library computes them, so sums stay in registers.
 - e4m3 rows (`wide_gate`): the product is rounded to bfloat16, since the library's is; then as codes.
 - experts: as codes, with the limits and the shift of `GLU`, for dense weights, too: all of them have one kernel.
