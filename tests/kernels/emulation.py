@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 import shutil
 import subprocess
 import tempfile
@@ -44,3 +45,11 @@ def addresses(*params: ctypes.Structure) -> ctypes.Array[ctypes.c_void_p]:
 
 def constant(library: ctypes.CDLL, name: str) -> int:
     return ctypes.c_uint32.in_dll(library, name).value
+
+
+def params_of_source(source: Path) -> list[str]:
+    """The names of the fields of the source's `Params`, in their order."""
+    body = re.search(r"struct Params {(.*?)\n};", source.read_text(encoding="utf-8"), re.DOTALL)
+    assert body is not None
+    code = re.sub(r"//[^\n]*", "", body[1])
+    return [name for line in code.split(";") for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())]

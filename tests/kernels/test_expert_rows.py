@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,7 @@ from ssd.kernels.cuda import expert_rows as kernel
 from ssd.kernels.triton.experts import route
 from ssd.kernels.triton.packing import PackedCodes, in_strips, pack, paired
 from ssd.kernels.weights import GLU, Routing
-from tests.kernels.emulation import COMPILER, addresses, constant, emulated_kernel
+from tests.kernels.emulation import COMPILER, addresses, constant, emulated_kernel, params_of_source
 
 CPU = torch.device("cpu")
 
@@ -88,8 +87,4 @@ def test_products(rows: int, depth: int, tiles: int, halves: int, glu: GLU | Non
 
 
 def test_parameters_have_the_source_s_fields_in_its_order() -> None:
-    body = re.search(r"struct Params {(.*?)\n};", kernel.SOURCE.read_text(encoding="utf-8"), re.DOTALL)
-    assert body is not None
-    code = re.sub(r"//[^\n]*", "", body[1])
-    names = [name for line in code.split(";") for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())]
-    assert names == [name for name, _ in kernel.Params._fields_]
+    assert params_of_source(kernel.SOURCE) == [name for name, _ in kernel.Params._fields_]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,7 @@ from stored_codes import some_codes
 from ssd.kernels.codes import Codes, CodeType, dequantize
 from ssd.kernels.cuda import few_rows as kernel
 from ssd.kernels.triton.packing import PackedCodes, in_strips, pack, paired
-from tests.kernels.emulation import COMPILER, TensorMap, addresses, emulated_kernel
+from tests.kernels.emulation import COMPILER, TensorMap, addresses, emulated_kernel, params_of_source
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -133,11 +132,7 @@ def test_bias_activation_and_scales_of_rows() -> None:
 
 
 def test_parameters_have_the_source_s_fields_in_its_order() -> None:
-    body = re.search(r"struct Params {(.*?)\n};", kernel.SOURCE.read_text(encoding="utf-8"), re.DOTALL)
-    assert body is not None
-    code = re.sub(r"//[^\n]*", "", body[1])
-    names = [name for line in code.split(";") for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())]
-    assert names == [name for name, _ in kernel.Params._fields_]
+    assert params_of_source(kernel.SOURCE) == [name for name, _ in kernel.Params._fields_]
 
 
 @pytest.mark.parametrize(("strips", "share"), [(512, 4), (640, 5), (3584, 7), (384, 3), (1, 1)])

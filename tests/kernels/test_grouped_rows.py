@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from bits import same_bits
@@ -13,7 +11,7 @@ from stored_codes import NUMBERS, numbered_codes, some_codes
 from ssd.kernels.codes import Codes, CodeType, dequantize
 from ssd.kernels.cuda import grouped_rows as kernel
 from ssd.kernels.triton.packing import NumberKind, PackedCodes, pack
-from tests.kernels.emulation import COMPILER, TensorMap, addresses, emulated_kernel
+from tests.kernels.emulation import COMPILER, TensorMap, addresses, emulated_kernel, params_of_source
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -113,8 +111,4 @@ def test_shared_memory_is_enough(kind: CodeType, group: int, columns: int, depth
 
 
 def test_parameters_have_the_source_s_fields_in_its_order() -> None:
-    body = re.search(r"struct Params {(.*?)\n};", kernel.SOURCE.read_text(encoding="utf-8"), re.DOTALL)
-    assert body is not None
-    code = re.sub(r"//[^\n]*", "", body[1])
-    names = [name for line in code.split(";") for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())]
-    assert names == [name for name, _ in kernel.Params._fields_]
+    assert params_of_source(kernel.SOURCE) == [name for name, _ in kernel.Params._fields_]
