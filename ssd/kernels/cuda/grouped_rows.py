@@ -1,4 +1,4 @@
-"""Products of few rows with a weight in groups as a CUDA kernel (`grouped_rows.cu`), near the speed of reading it.
+"""Products of up to 64 rows with weights in groups that are rounded to bfloat16 in registers (`grouped_rows.cu`).
 
 It is for weights in strips (`packing`), and has the bits of the widened weight's products (`linear`), whose segments
 (`PackedCodes.segment`) are added in their order.

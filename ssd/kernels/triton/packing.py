@@ -192,7 +192,6 @@ def _regrouped(codes: Codes) -> Codes:
 
 def _group_numbers(codes: Codes, missing: tuple[int, int], of_block: int) -> GroupNumbers:
     """In the smallest kind that has the same numbers. `missing`: groups and rows of padding."""
-
     blocks = (codes.scales.shape[1] + missing[0]) // of_block
 
     def records(numbers: torch.Tensor, count: int) -> torch.Tensor:
