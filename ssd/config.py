@@ -67,11 +67,12 @@ class SpeculationConfig:
     k: int | Literal["auto"] = option(
         K_DEFAULT, f"Draft tokens per round. auto: chosen by measured speed, at most {K_MAX}.", least=1, most=64
     )
-    draft_quantization: Literal["none", "fp8", "int8", "int4", "int8+bf16"] | None = option(
+    draft_quantization: Literal["none", "fp8", "int8", "int4", "int8+bf16", "dequantized"] | None = option(
         None,
         "Weights of the draft model in 8 or 4 bits: drafts are faster, and slightly fewer tokens are accepted. "
         "int8+bf16: both are in memory, and steps of more than 32 rows take the latter. None: that, for a large draft "
-        "of ssd on the target's GPU, where both read memory at the same time; int4, for one on the CPU beside a GPU.",
+        "of ssd on the target's GPU, where both read memory at the same time; int4, for one on the CPU beside a GPU. "
+        "dequantized: a quantised checkpoint becomes floats, as a small one on a GPU does where nothing is asked for.",
     )
     acceptance: Literal["coupled", "rejection"] = option(
         "coupled",

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ssd.kernels.codes import Codes, CodeType, Factors, bits_of
+from ssd.kernels.codes import Codes, CodeType, Factors, bits_of, dequantize
 from ssd.kernels.triton.packing import NumberKind
 
 
@@ -60,6 +60,17 @@ def numbered_codes(
         scales, *others = units.float().repeat_interleave(scales.shape[1] // blocks, 2) * integers.float()
         offsets, factors = others[0] if others else None, Factors(integers, units)
     return replace(codes, scales=scales, offsets=offsets, factors=factors)
+
+
+def multiplied_weights(codes: Codes) -> torch.Tensor:
+    """The bfloat16 weights that a GPU makes of codes in groups (`packing`)."""
+    if bits_of(codes.type) == 8:
+        return dequantize(codes, torch.bfloat16)
+    assert codes.offsets is not None
+    offsets = codes.offsets - 8 * codes.scales if codes.type == "int4" else codes.offsets
+    scales, offsets = codes.scales.bfloat16().float(), offsets.bfloat16().float()
+    wide = codes.values.view(len(scales), -1, codes.group).float() * scales[:, :, None] + offsets[:, :, None]
+    return wide.flatten(1)[:, : codes.depth].bfloat16()
 
 
 NUMBERS: list[tuple[CodeType, int, bool, NumberKind, int]] = [  # type, group, offsets, numbers, depth

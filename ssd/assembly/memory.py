@@ -64,6 +64,15 @@ def available_bytes(config: EngineConfig, device: torch.device) -> int:
     return min([_machine_memory(), *_cgroup_memory()])
 
 
+def wide_bytes(config: EngineConfig, weights: int, device: torch.device) -> int:
+    """Memory for `Ops.wide_bytes` of a model with so many bytes of weights: an eighth of what is free, and none that is
+    missed for KV."""
+    if device.type != "cuda":
+        return 0
+    free = available_bytes(config, device)
+    return max(0, min(free // 8, free // 2 - weights))
+
+
 def _machine_memory() -> int:
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

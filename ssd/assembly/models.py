@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from ssd.assembly.device import device_name, kv_block_size, kv_dtype, resolve_dtype
-from ssd.assembly.memory import Loaded, gib
+from ssd.assembly.memory import Loaded, gib, wide_bytes
 from ssd.assembly.open import open_checkpoint
 from ssd.config import EngineConfig
 from ssd.execution.runner import ModelRunner
@@ -82,6 +82,7 @@ def load_decoder(
         decoder.map_tokens(checkpoint.target_ids())
     else:
         decoder = Decoder(checkpoint.config, build, max_positions=positions, windowed=is_target)
+    ops.wide_bytes = wide_bytes(config, decoder.num_bytes() // tp.size, device)
     name = f"{checkpoint.path.name} in {decoder.quantized}" if decoder.quantized else checkpoint.path.name
     decoder.load(_reported(name, _weights(checkpoint, decoder), len(decoder.shapes())))
     if decoder.quantized and device.type == "cuda":

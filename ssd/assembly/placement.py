@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import torch
@@ -14,7 +15,12 @@ from ssd.execution.threads import num_cores
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.eagle import EagleCheckpoint
 
+log = logging.getLogger("ssd")
+
 _LARGE_DRAFT = 256 << 20  # bytes in bfloat16, of which a step of the draft reads all
+_SMALL_DRAFT = (
+    2 << 30
+)  # bytes in bfloat16 up to which a step as one kernel, of floats, is faster than of packed weights
 _DRAFT_THREADS = 4  # of a small draft on the CPU beside a target on a GPU: small products gain nothing from more
 
 
@@ -63,19 +69,28 @@ def sized(
     """Resolves `draft_quantization` and, for a draft on the CPU beside a target on a GPU, `draft_threads`.
 
     A step of a large draft takes as long as reading it. It is rounded where the target reads the same memory, and to
-    fewer bits where memory is slower: on a CPU, of which it has all cores but two.
+    fewer bits where memory is slower: on a CPU, of which it has all cores but two. A step of a small one on a GPU takes
+    as long as its kernels are many, and there is one for a whole step of floats.
     """
     on_cpu = device.type == "cuda" and speculation.draft_device == "cpu"
-    large = False
+    size = 0
     if draft is not None and not isinstance(draft, EagleCheckpoint):
-        large = weight_bytes(draft.config, torch.bfloat16) >= _LARGE_DRAFT
+        size = weight_bytes(draft.config, torch.bfloat16)
+    large = size >= _LARGE_DRAFT
     if on_cpu and speculation.draft_threads is None:
         ranks = speculation.draft_ranks
         threads = (num_cores() - 2) // ranks if large else min(_DRAFT_THREADS, num_cores() // (2 * ranks))
         speculation = replace(speculation, draft_threads=max(1, threads))
-    if speculation.draft_quantization is not None or not (on_cpu or speculation.placement == "stream"):
+    if speculation.draft_quantization is not None:
         return speculation
-    if draft is None or not large or format_names(draft.config, draft.formats):
+    if draft is None or not size:
+        return speculation
+    if format_names(draft.config, draft.formats):
+        if device.type != "cuda" or on_cpu or size > _SMALL_DRAFT:
+            return speculation
+        log.info("%s: a small draft on a GPU, whose quantised weights become floats", draft.path.name)
+        return replace(speculation, draft_quantization="dequantized")
+    if not large or not (on_cpu or speculation.placement == "stream"):
         return speculation
     return replace(speculation, draft_quantization="int4" if on_cpu else "int8+bf16")
 

@@ -115,6 +115,8 @@ class ExpertOutputs(NamedTuple):
 class Ops(Protocol):
     """Weights are passed to `prepare` once, which makes objects of them that multiply; x is always [rows, width]."""
 
+    wide_bytes: int  # of memory that copies of quantised weights in the type of their products may take, on a GPU
+
     def recordings(self) -> Recordings | None:
         """A place for recordings of its calls; None: there are none, calls are captured in CUDA graphs."""
 
@@ -208,6 +210,8 @@ class Ops(Protocol):
 
 class SharedOps:
     """What implementations of `Ops` have in common, unless they have a kernel for it."""
+
+    wide_bytes = 0
 
     def recordings(self) -> Recordings | None:
         return None

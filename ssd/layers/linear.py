@@ -93,7 +93,9 @@ class Linear:
         for part, rows in self.parts.items():
             names = self.formats[part].shapes(rows, self.in_features)
             stored.append({own: self._padded(tensors[f"{part}.{own}"]) for own in names})
-        use = replace(self.use, columns=self.cut(sum(self.parts.values()))[1])
+        shares = [self.cut(rows) if self.tp.size > 1 else (_ALL, _ALL) for rows in self.parts.values()]
+        counts = tuple(len(range(rows)[share]) for rows, (share, _) in zip(self.parts.values(), shares, strict=True))
+        use = replace(self.use, rows=counts, columns=shares[0][1])
         try:
             self.weight = self.format.prepare(stored, self.ops, self._dtype, use)
         except UnsupportedModel as error:

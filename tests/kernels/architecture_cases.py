@@ -136,8 +136,8 @@ def test_quantized_products(architecture: int, kind: CodeType, group: int, dtype
     [
         ("fp8", 128, "float32", torch.float16),
         ("int8", 16, "factors", torch.bfloat16),
-        ("int4", 128, "zeros", torch.bfloat16),
-        ("int4", 32, "zeros", torch.float32),
+        ("uint4", 128, "zeros", torch.bfloat16),
+        ("uint4", 32, "zeros", torch.float32),
         ("uint4", 32, "factors", torch.bfloat16),
     ],
 )
@@ -149,7 +149,7 @@ def test_products_of_weights_in_groups(
     for rows in (1, 64):
         codes_linear.codes_linear(empty(rows, depth, dtype=dtype), weight, gated=rows == 64)
     codes_linear.widened(weight, dtype, outputs=slice(16, 40))
-    codes_linear.widened(grouped(kind, columns, depth, group, numbers, dtype, strips=True), dtype, depth=slice(0, 2048))
+    codes_linear.widened(grouped(kind, columns, depth, group, numbers, dtype, strips=True), dtype, outputs=slice(0, 40))
 
 
 @pytest.mark.parametrize(

@@ -234,11 +234,14 @@ static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 static u32 kept(u32 v) { return v; }
 static int thread() { return threadIdx.x; }
 static u32 shared_address(const void* p) { return (const unsigned char*)p - memory; }
+static u32 shared1(u32 at) { return memory[at]; }
+static u32 shared2(u32 at) { return *(const unsigned short*)(memory + at); }
 static u32 shared4(u32 at) { return *(const u32*)(memory + at); }
 static uint2 shared8(u32 at) { return *(const uint2*)(memory + at); }
 static float shared_float(u32 at) { return *(const float*)(memory + at); }
 static uint4 shared16(u32 at) { return *(const uint4*)(memory + at); }
 static void shared_store4(u32 at, u32 v) { memcpy(memory + at, &v, 4); }
+static void shared_store8(u32 at, uint2 v) { *(uint2*)(memory + at) = v; }
 static void shared_store16(u32 at, uint4 v) { *(uint4*)(memory + at) = v; }
 static uint4 shared_matrices(u32 at) {
     const auto lanes = exchanged(&at, 1);

@@ -6,9 +6,9 @@ import pytest
 import torch
 from bits import same_bits
 from conftest import mostly_slow
-from stored_codes import NUMBERS, numbered_codes, some_codes
+from stored_codes import NUMBERS, multiplied_weights, numbered_codes, some_codes
 
-from ssd.kernels.codes import Codes, CodeType, dequantize
+from ssd.kernels.codes import Codes, CodeType
 from ssd.kernels.cuda import grouped_rows as kernel
 from ssd.kernels.triton.packing import NumberKind, PackedCodes, pack
 from tests.kernels.emulation import COMPILER, TensorMap, addresses, emulated_kernel, params_of_source
@@ -25,19 +25,22 @@ def emulated(
     gated: bool = False,
     blocks: int = 2,
     share: int = 3,
-    parallel: int = 1,
+    splits: int = 1,
     stages: int = 3,
     seed: int = 0,
 ) -> torch.Tensor:
     """`grouped_rows.linear` with float32 outputs."""
     rows, variant = len(x), kernel.Variant.of(weight)
     tiles = next(each for each in kernel.TILES if 8 * each >= rows)
-    launch = kernel.Launch.made(weight, tiles, share, parallel, stages)
+    launch = kernel.Launch.made(weight, tiles, share, splits, stages)
     library = emulated_kernel(kernel.SOURCE, "product", variant.macros(tiles))
     y = torch.full((rows, weight.columns // (2 if gated else 1)), torch.nan)
-    params = kernel.params_of(weight, bias, y, gated, launch)
+    sums = torch.full((splits * weight.words.shape[1] * 128 * tiles,), torch.nan)
+    params = kernel.params_of(weight, bias, y, sums, gated, launch)
     x_map = TensorMap(x.data_ptr(), rows, x.stride(0), weight.depth // 64, weight.block * weight.parts // 64, 8 * tiles)
     assert library.launch(addresses(x_map, params), blocks, launch.threads, launch.shared, seed), "a wait is endless"
+    assert weight.count is not None
+    assert not weight.count.any()
     return y
 
 
@@ -61,28 +64,42 @@ def test_the_weights_themselves_are_multiplied(
     kind: CodeType, group: int, offsets: bool, numbers: NumberKind, depth: int
 ) -> None:
     """Of every type of codes and scales; one row and several tiles of them, several tiles of outputs for a block of
-    threads, outputs that are no whole strip: the bits are those of the dequantised weight."""
+    threads, outputs that are no whole strip: the bits are those of the widened weight."""
     codes = numbered_codes(kind, 138, depth, group, offsets, numbers, CPU)
-    weight, dense = pack(codes, torch.bfloat16), dequantize(codes, torch.bfloat16)
+    weight, dense = pack(codes, torch.bfloat16), multiplied_weights(codes)
     assert weight.numbers is not None
     assert weight.numbers.kind == numbers
     for rows, share, blocks, stages in ((1, 3, 2, 3), (19, 5, 1, 2)):
         x = torch.randn(rows, depth).bfloat16()
         found = emulated(x, weight, None, share=share, blocks=blocks, stages=stages, seed=rows)
-        assert same_bits(found, added_up(x, dense, depth))
+        assert same_bits(found, added_up(x, dense, weight.segment))
 
 
 @needs_compiler
-@pytest.mark.parametrize(("parallel", "stages"), [(1, 3), (2, 2), (3, 2)])
-def test_segments_are_added_in_order(parallel: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All at the same time, or some after others; the last one is shorter."""
-    monkeypatch.setattr("ssd.kernels.triton.packing.SEGMENT", 512)
-    codes = numbered_codes("uint4", 40, 1280, 32, True, "factors", CPU)
-    weight, dense = pack(codes, torch.bfloat16), dequantize(codes, torch.bfloat16)
-    assert weight.segment == 512
-    x = torch.randn(9, 1280).bfloat16()
-    found = emulated(x, weight, None, share=2, parallel=parallel, stages=stages)
-    assert same_bits(found, added_up(x, dense, 512))
+@pytest.mark.parametrize(("kind", "group", "offsets", "numbers", "depth"), mostly_slow(NUMBERS, fast=NUMBERS[:2]))
+def test_weights_are_widened(kind: CodeType, group: int, offsets: bool, numbers: NumberKind, depth: int) -> None:
+    """All of them, and those from the second strip on."""
+    codes = numbered_codes(kind, 138, depth, group, offsets, numbers, CPU)
+    weight, dense = pack(codes, torch.bfloat16), multiplied_weights(codes)
+    library = emulated_kernel(kernel.SOURCE, "widen", kernel.Variant.of(weight).macros(1))
+    for first in (0, 16):
+        y = torch.full((138 - first, depth), torch.nan, dtype=torch.bfloat16)
+        params = kernel.widen_params(weight, y, first)
+        assert library.launch(addresses(params), -(-9 * params.blocks // 2), 64, 2 * kernel.widen_bytes(weight), 0)
+        assert torch.equal(y, dense[first:])
+
+
+@needs_compiler
+@pytest.mark.parametrize(("share", "splits", "blocks"), [(2, 1, 2), (2, 4, 8), (3, 4, 4), (1, 4, 12)])
+def test_segments_are_added_in_order(share: int, splits: int, blocks: int) -> None:
+    """By one block of threads after each other, or by as many at the same time; the last segment is shorter."""
+    codes = numbered_codes("uint4", 40, 4352, 32, True, "factors", CPU)
+    weight, dense = pack(codes, torch.bfloat16), multiplied_weights(codes)
+    assert weight.segment == 1280
+    for rows in (1, 9):
+        x = torch.randn(rows, 4352).bfloat16()
+        found = emulated(x, weight, None, share=share, splits=splits, blocks=blocks, stages=2, seed=rows)
+        assert same_bits(found, added_up(x, dense, 1280))
 
 
 @needs_compiler
@@ -108,6 +125,7 @@ def test_shared_memory_is_enough(kind: CodeType, group: int, columns: int, depth
     assert launch.stages >= 2
     assert launch.threads <= 32 * (kernel.most_warps(tiles) + 1)
     assert launch.shared <= kernel.SHARED
+    assert launch.splits == -(-depth // weight.segment)
 
 
 def test_parameters_have_the_source_s_fields_in_its_order() -> None:

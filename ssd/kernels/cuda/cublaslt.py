@@ -42,6 +42,7 @@ _TYPES: Final = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 _COMPUTE_32F, _TRANSPOSED, _DESC_TRANSA = 68, 1, 3
 _DESC_EPILOGUE, _DESC_BIAS, _EPILOGUE_BIAS = 7, 8, 4
 _PREF_MAX_WORKSPACE, _PREF_REDUCTION_SCHEMES = 1, 3
+_LAYOUT_BATCHES, _LAYOUT_BATCH_STRIDE = 5, 6
 
 
 class _Heuristic(ctypes.Structure):
@@ -76,7 +77,7 @@ class CublasLt:
         self._matmul = library.cublasLtMatmul
         self._matmul.argtypes = [*[_P] * 14, ctypes.c_size_t, _P]
         self._chosen: dict[tuple[Any, ...], _Algorithm | None] = {}  # None: our kernel
-        self._layouts: dict[tuple[int, int, int, int], ctypes.c_void_p] = {}
+        self._layouts: dict[tuple[int, ...], ctypes.c_void_p] = {}
 
     def linear(
         self,
@@ -86,49 +87,48 @@ class CublasLt:
         out_dtype: torch.dtype,
         *,
         gated: bool = False,
-        onto: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """None if our own kernel has to do it. `gated`: with `silu_and_mul` of the product. `onto`: what it is added
-        to, in place."""
-        rows, (columns, depth) = x.shape[0], weight.shape
+        """None if our own kernel has to do it. `gated`: with `silu_and_mul` of the product."""
+        y = x.new_empty((1, len(x), len(weight)), dtype=out_dtype)
+        if not self._product(x, weight, bias, y, gated):
+            return None
+        return silu_and_mul(y[0]) if gated else y[0]
+
+    def sums_of_segments(self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> bool:
+        """Writes the products of equal parts of the depth, one after the other, to y [parts, rows, columns], float32.
+        False if our own kernel has to do it."""
+        return self._product(x, weight, None, y, gated=False)
+
+    def _product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, gated: bool
+    ) -> bool:
+        rows, (columns, depth), out_dtype = x.shape[0], weight.shape, y.dtype
         if x.dtype not in (torch.float16, torch.bfloat16) or columns % 8 or depth % 8:
-            return None
+            return False
         if bias is not None and (gated or not bias.dtype is x.dtype is out_dtype):
-            return None
+            return False
         if compiling():  # whatever was chosen before: an algorithm may refuse some numbers of rows of its bucket
-            return self._compile(x, weight, bias, out_dtype, gated)
+            self._compile(x, weight, bias, y, gated)
+            return True
         bucket = _BUCKETS[min(bisect.bisect_left(_BUCKETS, rows), len(_BUCKETS) - 1)]
-        key = (bucket, columns, depth, x.dtype, out_dtype, gated, bias is not None)
+        key = (bucket, columns, depth, x.dtype, out_dtype, gated, bias is not None, len(y))
         if key not in self._chosen:
             name = " ".join(map(str, key))
             if name not in self._choices:
                 if torch.cuda.is_current_stream_capturing():
-                    return None
-                self._choose(name, bucket, weight, bias, x.dtype, out_dtype, gated)
+                    return False
+                self._choose(name, bucket, weight, bias, x.dtype, out_dtype, gated, len(y))
             self._chosen[key] = self._choices[name]
         algorithm = self._chosen[key]
-        if algorithm is None:
-            return None
-        y = x.new_empty((rows, columns), dtype=out_dtype) if onto is None else onto
-        if not self._multiply(x, weight, bias, y, algorithm, self._zero if onto is None else self._one):
-            return None
-        return silu_and_mul(y) if gated else y
+        return algorithm is not None and self._multiply(x, weight, bias, y, algorithm)
 
     def _compile(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        out_dtype: torch.dtype,
-        gated: bool,
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, gated: bool
+    ) -> None:
         """Launches all kernels that `_choose` compares, and those that it may choose."""
-        columns, depth = weight.shape
-        own.linear(x, weight, bias, out_dtype=out_dtype, tile=own.choose_tile(64, columns, depth))
-        if len(x) <= _OURS_UP_TO:
-            own.linear(x, weight, bias, gated=gated, out_dtype=out_dtype)
-        y = x.new_empty((len(x), columns), dtype=out_dtype)
-        return silu_and_mul(y) if gated else y
+        _reference(x, weight, bias, y.dtype, len(y))
+        if len(x) <= _OURS_UP_TO and len(y) == 1:
+            own.linear(x, weight, bias, gated=gated, out_dtype=y.dtype)
 
     def _choose(
         self,
@@ -139,14 +139,15 @@ class CublasLt:
         dtype: torch.dtype,
         out_dtype: torch.dtype,
         gated: bool,
+        segments: int,
     ) -> None:
         """Chooses the fastest algorithm of those with our bits; None if our kernel is faster, or there are none."""
         columns, depth = weight.shape
-        found = self._algorithms(rows, columns, depth, bias, dtype, out_dtype)
+        found = self._algorithms(rows, weight, bias, dtype, out_dtype, segments)
         generator = torch.Generator(weight.device).manual_seed(rows)
         x = torch.randn((rows, depth), generator=generator, dtype=torch.float32, device=weight.device).to(dtype)
-        y = x.new_empty((rows, columns), dtype=out_dtype)
-        ours = own.linear(x, weight, bias, out_dtype=out_dtype, tile=own.choose_tile(64, columns, depth))
+        y = x.new_empty((segments, rows, columns), dtype=out_dtype)
+        ours = _reference(x, weight, bias, out_dtype, segments)
         equal = [each for each in found if self._multiply(x, weight, bias, y, each) and torch.equal(y, ours)]
         if not equal:
             log.warning(
@@ -159,10 +160,10 @@ class CublasLt:
             return
 
         def library(algorithm: _Algorithm) -> Callable[[torch.Tensor], object]:
-            return lambda w: (self._multiply(x, w, bias, y, algorithm), silu_and_mul(y) if gated else None)
+            return lambda w: (self._multiply(x, w, bias, y, algorithm), silu_and_mul(y[0]) if gated else None)
 
         runs: list[tuple[_Algorithm | None, Callable[[torch.Tensor], object]]] = [(e, library(e)) for e in equal]
-        if rows <= _OURS_UP_TO:
+        if rows <= _OURS_UP_TO and segments == 1:
             runs.insert(0, (None, lambda w: own.linear(x, w, bias, gated=gated, out_dtype=out_dtype)))
         times = measure([run for _, run in runs], weight) if len(runs) > 1 else [0.0]
         best = min(range(len(runs)), key=times.__getitem__)
@@ -172,16 +173,16 @@ class CublasLt:
     def _algorithms(
         self,
         rows: int,
-        columns: int,
-        depth: int,
+        weight: torch.Tensor,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         out_dtype: torch.dtype,
+        segments: int,
     ) -> list[_Algorithm]:
         most = _FEW_CANDIDATES if rows <= _OURS_UP_TO else _CANDIDATES if rows < _FIRST_FROM else 1
         count = ctypes.c_int()
         found = (_Heuristic * most)()
-        a, b, d = self._arguments(rows, columns, depth, depth, dtype, out_dtype)
+        a, b, d = self._arguments(rows, weight, weight.shape[1], dtype, out_dtype, segments)
         status = self._library.cublasLtMatmulAlgoGetHeuristic(
             self._handle, self._with(bias), a, b, d, d, self._preference, most, found, ctypes.byref(count)
         )
@@ -203,36 +204,45 @@ class CublasLt:
         bias: torch.Tensor | None,
         y: torch.Tensor,
         algorithm: _Algorithm,
-        beta: ctypes.c_float | None = None,
     ) -> bool:
-        columns, depth = weight.shape
-        a, b, d = self._arguments(x.shape[0], columns, depth, x.stride(0), x.dtype, y.dtype)
+        a, b, d = self._arguments(x.shape[0], weight, x.stride(0), x.dtype, y.dtype, len(y))
         to = y.data_ptr()
         status = self._matmul(
             *(self._handle, self._with(bias), ctypes.addressof(self._one), weight.data_ptr(), a, x.data_ptr(), b),
-            *(ctypes.addressof(beta or self._zero), to, d, to, d, ctypes.addressof(algorithm), None, 0),
+            *(ctypes.addressof(self._zero), to, d, to, d, ctypes.addressof(algorithm), None, 0),
             torch.cuda.current_stream().cuda_stream,
         )
         return bool(status == 0)
 
     def _arguments(
-        self, rows: int, columns: int, depth: int, x_stride: int, dtype: torch.dtype, out_dtype: torch.dtype
+        self,
+        rows: int,
+        weight: torch.Tensor,
+        x_stride: int,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype,
+        segments: int,
     ) -> tuple[ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]:
-        """Layouts of W, x and y, which to cuBLAS are column-major: y^T = (W^T)^T x^T."""
-        kind = _TYPES[dtype]
+        """Layouts of W, x and y, which to cuBLAS are column-major: y^T = (W^T)^T x^T. Segments are batches."""
+        kind, columns, depth = _TYPES[dtype], len(weight), weight.shape[1] // segments
         return (
-            self._layout(kind, depth, columns, depth),
-            self._layout(kind, depth, rows, x_stride),
-            self._layout(_TYPES[out_dtype], columns, rows, columns),
+            self._layout(kind, depth, columns, weight.stride(0), segments, depth),
+            self._layout(kind, depth, rows, x_stride, segments, depth),
+            self._layout(_TYPES[out_dtype], columns, rows, columns, segments, rows * columns),
         )
 
-    def _layout(self, kind: int, rows: int, columns: int, stride: int) -> ctypes.c_void_p:
-        key = (kind, rows, columns, stride)
+    def _layout(
+        self, kind: int, rows: int, columns: int, stride: int, batches: int, batch_stride: int
+    ) -> ctypes.c_void_p:
+        key = (kind, rows, columns, stride, batches, batch_stride)
         if key not in self._layouts:
             made, size = _P(), ctypes.c_uint64
             self._call(
                 "MatrixLayoutCreate", ctypes.byref(made), kind, size(rows), size(columns), ctypes.c_int64(stride)
             )
+            if batches > 1:
+                self._set("MatrixLayoutSetAttribute", made, _LAYOUT_BATCHES, ctypes.c_int32(batches))
+                self._set("MatrixLayoutSetAttribute", made, _LAYOUT_BATCH_STRIDE, ctypes.c_int64(batch_stride))
             self._layouts[key] = made
         return self._layouts[key]
 
@@ -243,6 +253,16 @@ class CublasLt:
         status = getattr(self._library, f"cublasLt{name}")(*arguments)
         if status != 0:
             raise OSError(f"cublasLt{name} returned {status}")
+
+
+def _reference(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, segments: int
+) -> torch.Tensor:
+    """Our products of equal parts of the depth: [parts, rows, columns]."""
+    depth = weight.shape[1] // segments
+    tile = own.choose_tile(64, len(weight), depth)
+    each = ((x[:, i : i + depth], weight[:, i : i + depth].contiguous()) for i in range(0, depth * segments, depth))
+    return torch.stack([own.linear(part, w, bias, out_dtype=out_dtype, tile=tile) for part, w in each])
 
 
 class Choices:

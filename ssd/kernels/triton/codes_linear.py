@@ -5,8 +5,8 @@ row's bits depend neither on the number of rows nor on the tile shape. What is m
 
 * Codes, which are bfloat16 numbers. A scale is applied to the sum of its group before groups are added up, or to the
   whole sum; those of fp4 are powers of two, and are applied to its numbers, but for one of each output.
-* Weights (`packing.is_widened`): scale * code (+ offset) in float32, rounded to the type of x. Those are the products
-  of the widened weight (`linear`), to the bit.
+* Weights (`packing.is_widened`), rounded to the type of x. Those are the products of the widened weight (`linear`), to
+  the bit.
 """
 
 from __future__ import annotations
@@ -219,12 +219,13 @@ def _scale_and_offset(
 
 @triton.jit
 def _weight(code, scale, offset, FORMAT: tl.constexpr, OFFSETS: tl.constexpr, dtype: tl.constexpr):
-    """scale * code (+ offset) of a weight in groups, rounded to `dtype`."""
+    """scale * code (+ offset) of a weight in groups, rounded to `dtype`: see `packing`."""
     if FORMAT == "fp8":
         wide = widen_bits(code, tl.float32)
     else:  # its bits as the last ones of 2^23, which is subtracted again: faster than a conversion
-        ZERO: tl.constexpr = 128 if FORMAT == "int8" else 8 if FORMAT == "int4" else 0
-        wide = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
+        wide = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + (128 if FORMAT == "int8" else 0))
+    if FORMAT == "uint4" and dtype == tl.bfloat16:
+        scale, offset = scale.to(dtype).to(tl.float32), offset.to(dtype).to(tl.float32)
     if OFFSETS:
         return tl.fma(wide, tl.broadcast_to(scale, wide.shape), tl.broadcast_to(offset, wide.shape)).to(dtype)
     else:
@@ -259,12 +260,15 @@ def _fragment_weights(
     DEPTH: tl.constexpr = WORDS * PARTS
     BITS: tl.constexpr = 32 // PARTS
     record, row, at = k // DEPTH * strips + n // STRIP_OUTPUTS, n % STRIP_OUTPUTS, k % DEPTH
-    lane, part = row % 8 * 4 + at % 8 // 2, at % 16 // 8 * 4 + row // 8 * 2 + at % 2
-    word = at // 16 if BITS == 4 else at // 8
+    lane = row % 8 * 4 + at % 8 // 2
+    if BITS == 4:
+        word, part = at // 16, at % 2 * 4 + at % 16 // 8 * 2 + 1 - row // 8
+    else:
+        word, part = at // 8, row // 8 * 2 + at % 2
     place = record.to(tl.int64) * (WORDS * STRIP_OUTPUTS) + word // 4 * 128 + lane * 4 + word % 4
     words = tl.load(w_ptr + place, mask=mask, other=0)
     scale, offset = _scale_and_offset(number_ptr, record, at // GROUP, row, mask, DEPTH // GROUP, NUMBERS, OFFSETS)
-    return _weight((words >> (part % PARTS * BITS)) & ((1 << BITS) - 1), scale, offset, FORMAT, OFFSETS, dtype)
+    return _weight((words >> (part * BITS)) & ((1 << BITS) - 1), scale, offset, FORMAT, OFFSETS, dtype)
 
 
 @triton.jit
@@ -399,22 +403,22 @@ def _quantized_kernel(
 
 @triton.jit
 def _widen_kernel(
-    w_ptr, scale_ptr, number_ptr, exponent_ptr, index_ptr, out_ptr, first, count, first_block, N, K, w_stride,
+    w_ptr, scale_ptr, number_ptr, exponent_ptr, index_ptr, out_ptr, first, count, N, K, w_stride,
     BLOCK_N: tl.constexpr, FORMAT: tl.constexpr, PAIRS: tl.constexpr, EVEN_K: tl.constexpr, PARTS: tl.constexpr,
     PARTS_OF_GROUP: tl.constexpr, WORDS: tl.constexpr, STRIPS: tl.constexpr, GROUP: tl.constexpr,
     NUMBERS: tl.constexpr, OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """Outputs from the first one, or those of an index, in the type of out [count, K]: a block of words of each, from
-    the first block on. Without scales of outputs: codes."""
+    """Outputs from the first one, or those of an index, in the type of out [count, K]: a block of words of each.
+    Without scales of outputs: codes."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = row < count
     n = first + row if index_ptr is None else tl.load(index_ptr + row, mask=mask, other=0).to(tl.int32)
-    block = first_block + tl.program_id(1)
+    block = tl.program_id(1)
     strips = tl.cdiv(N, STRIP_OUTPUTS)
-    to = out_ptr + row[:, None].to(tl.int64) * K - first_block * (WORDS * PARTS)
+    to = out_ptr + row[:, None].to(tl.int64) * K
     at = block * (WORDS * PARTS) + tl.arange(0, WORDS * PARTS)
-    inside = mask[:, None] & (at < first_block * (WORDS * PARTS) + K)[None, :]
+    inside = mask[:, None] & (at < K)[None, :]
     if GROUP > 0 and STRIPS:
         wide = _fragment_weights(
             w_ptr, number_ptr, strips, n[:, None], at[None, :], inside,
@@ -452,14 +456,19 @@ def _widen_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _finish_kernel(sum_ptr, scale_ptr, row_scale_ptr, bias_ptr, y_ptr, num_rows, N, sum_stride, y_stride,
-                   GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """What `_quantized_kernel` does with sums, for those [num_rows, N] of the widened codes."""
+                   GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                   SEGMENTS: tl.constexpr):  # fmt: skip
+    """What `_quantized_kernel` does with sums, for those [SEGMENTS, num_rows, N] of the widened codes, which are added
+    in their order."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n0 = tl.program_id(1) * BLOCK_N
     n = n0 + tl.arange(0, BLOCK_N)
     m_mask, n_mask = m < num_rows, n < N
     sums = sum_ptr + m[None, :].to(tl.int64) * sum_stride + n[:, None]
     acc = tl.load(sums, mask=m_mask[None, :] & n_mask[:, None], other=0.0)
+    for _ in tl.static_range(1, SEGMENTS):
+        sums += num_rows.to(tl.int64) * sum_stride
+        acc += tl.load(sums, mask=m_mask[None, :] & n_mask[:, None], other=0.0)
     _finish(
         acc, m, n, n0, m_mask, n_mask, scale_ptr, row_scale_ptr, bias_ptr, y_ptr, N, y_stride,
         y_ptr.dtype.element_ty, scale_ptr is not None, GATED, BLOCK_M, BLOCK_N,
@@ -560,19 +569,15 @@ def widened(
     *,
     index: torch.Tensor | None = None,
     outputs: slice | None = None,
-    depth: slice | None = None,
     codes: bool = False,
 ) -> torch.Tensor:
-    """Outputs of the weight, by an index or some in a row, or a part of their depth from the beginning of a block on.
-    `codes`: without the scales of outputs."""
+    """Outputs of the weight, by an index or some in a row. `codes`: without the scales of outputs."""
     first = 0 if outputs is None else outputs.start
     count = (weight.columns if outputs is None else outputs.stop - first) if index is None else len(index)
-    block = weight.block * weight.parts
-    columns = slice(0, weight.depth) if depth is None else depth
-    out = torch.empty((count, columns.stop - columns.start), dtype=dtype, device=weight.words.device)
-    _widen_kernel[(triton.cdiv(count, _WIDE_TILE), triton.cdiv(out.shape[1], block))](
+    out = torch.empty((count, weight.depth), dtype=dtype, device=weight.words.device)
+    _widen_kernel[(triton.cdiv(count, _WIDE_TILE), triton.cdiv(weight.depth, weight.block * weight.parts))](
         *(weight.words, None if codes else weight.scales, number_data(weight), weight.exponents, index, out),
-        *(first, count, columns.start // block, weight.columns, out.shape[1], weight.width),
+        *(first, count, weight.columns, weight.depth, weight.width),
         BLOCK_N=_WIDE_TILE,
         **code_options(weight, dtype),
     )
@@ -601,17 +606,16 @@ def wide_linear(
         _finish_kernel[(triton.cdiv(num_rows, 16), triton.cdiv(count, 128))](
             *(sums, weight.scales.flatten()[start:], row_scales, None if bias is None else bias[start:], part),
             *(num_rows, count, sums.stride(0), y.stride(0)),
-            **{"GATED": gated, "BLOCK_M": 16, "BLOCK_N": 128},
+            **{"GATED": gated, "BLOCK_M": 16, "BLOCK_N": 128, "SEGMENTS": 1},
         )
     return y
 
 
-def finished(sums: torch.Tensor, bias: torch.Tensor | None, *, gated: bool, out_dtype: torch.dtype) -> torch.Tensor:
-    """Sums of a weight in groups with bias and activation. A gated weight has alternating gate and up rows."""
-    rows, columns = sums.shape
-    y = sums.new_empty((rows, columns // 2 if gated else columns), dtype=out_dtype)
+def finished(sums: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, *, gated: bool) -> None:
+    """Adds up sums of segments [segments, rows, columns] of a weight in groups; y: with bias and activation. A gated
+    weight has alternating gate and up rows."""
+    segments, rows, columns = sums.shape
     _finish_kernel[(triton.cdiv(rows, 16), triton.cdiv(columns, 128))](
-        *(sums, None, None, bias, y, rows, columns, sums.stride(0), y.stride(0)),
-        **{"GATED": gated, "BLOCK_M": 16, "BLOCK_N": 128},
+        *(sums, None, None, bias, y, rows, columns, sums.stride(1), y.stride(0)),
+        **{"GATED": gated, "BLOCK_M": 16, "BLOCK_N": 128, "SEGMENTS": segments},
     )
-    return y

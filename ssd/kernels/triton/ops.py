@@ -11,7 +11,7 @@ from ssd.kernels.codes import Codes
 from ssd.kernels.cuda import expert_rows, fp8_linear, grouped_rows
 from ssd.kernels.ops import UNSCALED, DeviceBatch, ExpertOutputs, HeadShape, KVScales, Rope, SharedOps
 from ssd.kernels.triton import attention, elementwise, experts, packing
-from ssd.kernels.triton.weights import CodesWeight, DenseWeight, Fp8Weight, alternating
+from ssd.kernels.triton.weights import CodesWeight, DenseWeight, Fp8Weight, alternating, widened
 from ssd.kernels.weights import RowRounding, Weight
 
 
@@ -58,7 +58,16 @@ class TritonOps(SharedOps):
             strips = strips and grouped_rows.supports(codes, dtype)
         packed = packing.pack(codes, dtype, strips=strips)
         self._copies_ahead |= packed.strips and not experts
-        return CodesWeight(packed, gated, rows)
+        return CodesWeight(packed, gated, rows, self._wide(packed))
+
+    def _wide(self, packed: packing.PackedCodes) -> torch.Tensor | None:
+        """The weights of a weight in groups for products of many rows, which are as fast as those of a dense weight
+        then, while `wide_bytes` last."""
+        size = 2 * packed.columns * packed.depth
+        if packed.numbers is None or not packed.strips or size > self.wide_bytes:
+            return None
+        self.wide_bytes -= size
+        return widened(packed, packed.dtype, slice(0, packed.columns))
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None

@@ -5,8 +5,10 @@ Codes are stored in words of 32 bits, in blocks of some words of an output. Ther
 * Codes, as bfloat16 numbers, whose sums are scaled: fp8 and int8 with one scale an output, int4 without offsets, fp4.
   Part i (a byte, or half of one) of word j is weight i * words + j of the block, so that the parts with one i are a run
   of consecutive weights, and two words are widened at a time (`paired`).
-* Weights: scale * code + offset, rounded (`is_widened`): types with offsets, and 8 bits in groups. The parts of
-  a word are consecutive weights; integers are stored without a sign, and scales as in `GroupNumbers`.
+* Weights (`is_widened`): types with offsets, and 8 bits in groups. The parts of a word are consecutive weights;
+  integers are stored without a sign, and scales as in `GroupNumbers`. A weight is scale * code + offset in float32,
+  rounded to the type of x. If that is bfloat16, the scale and the offset of codes of 4 bits are rounded to it before:
+  so one instruction makes two weights of their codes.
 
 Outputs come one after the other, or (for CUDA kernels) in strips of sixteen: first the first blocks of all strips, then
 the second ones, and so on. So a block of several strips is one piece of memory. Within a block of a strip, after the
@@ -25,8 +27,9 @@ from ssd.kernels.codes import Codes, CodeType, bits_of
 
 STRIP: Final = 16  # outputs
 UNIT: Final = 8  # words of one output, one after the other
-SEGMENT: Final = 2048  # of the depth, see `PackedCodes.segment`
-_NARROW: Final = 8192  # outputs
+_LEAST_SEGMENT: Final = 1024  # of the depth, see `PackedCodes.segment`
+_MOST_SEGMENTS: Final = 4
+_STRIPS: Final = 2048  # that an H200 multiplies at the same time
 GROUP_SIZES: Final = (128, 64, 32, 16)
 # Parts of a pair of words of fp4: which bits are those of the first word (others: of the second), and by how many bits
 # they are rotated to the left. Then each number is where bfloat16 has its sign (bits 15 and 31), the last bits of its
@@ -74,6 +77,7 @@ class PackedCodes:
     block: int  # words of a block
     group: int  # weights of one scale
     paired: bool  # see `paired`
+    count: torch.Tensor | None = None  # int32 [strips]: of segments that are computed, see `grouped_rows`
 
     @property
     def parts(self) -> int:
@@ -98,9 +102,13 @@ class PackedCodes:
     @property
     def segment(self) -> int:
         """Of the depth, that is summed up in one order, before segments are added. Where there are few outputs in
-        groups and strips, a chain of products that depend on each other would take longer than reading the weight."""
-        narrow = self.strips and self.numbers is not None and self.columns < _NARROW
-        return SEGMENT if narrow else self.depth
+        groups and strips, a chain of products that depend on each other would take longer than reading the weight. A
+        property of the weight, on every GPU: 2 or 4 where an H200 can compute as many at the same time."""
+        segments = _MOST_SEGMENTS if self.strips and self.numbers is not None else 1
+        strips, block = -(-self.columns // STRIP), self.block * self.parts
+        while segments > 1 and (strips * segments > _STRIPS or self.depth < segments * _LEAST_SEGMENT):
+            segments //= 2
+        return min(self.depth, -(-self.depth // (block * segments)) * block)
 
 
 def is_widened(codes: Codes) -> bool:
@@ -150,17 +158,19 @@ def _packed_codes(codes: Codes, dtype: torch.dtype, strips: bool) -> PackedCodes
 
 def _packed_weights(codes: Codes, dtype: torch.dtype, strips: bool) -> PackedCodes:
     """In blocks of 256 weights, or of 128."""
-    codes, bits = _regrouped(codes), bits_of(codes.type)
+    codes, bits = _regrouped(_with_offsets(codes) if bits_of(codes.type) == 4 else codes), bits_of(codes.type)
     (rows, width), parts = codes.values.shape, 32 // bits
     depth = 256 if strips and width % 256 == 0 else 128
     missing, more = -width % depth, -rows % STRIP
     values = codes.values ^ 128 if codes.type == "int8" else codes.values
-    zero = {"int4": 8, "int8": 128}.get(codes.type, 0)
-    values = torch.nn.functional.pad(values, (0, missing, 0, more if strips else 0), value=zero)
+    values = torch.nn.functional.pad(
+        values, (0, missing, 0, more if strips else 0), value=128 if codes.type == "int8" else 0
+    )
     words = _fragments(values, bits, depth) if strips else _words(values.view(rows, -1, depth // parts, parts), 3, bits)
     numbers = _group_numbers(codes, (missing // codes.group, more), depth // codes.group)
+    count = torch.zeros(words.shape[1], dtype=torch.int32, device=words.device) if strips else None
     return PackedCodes(
-        words, None, numbers, None, codes.type, dtype, rows, codes.depth, depth // parts, codes.group, False
+        words, None, numbers, None, codes.type, dtype, rows, codes.depth, depth // parts, codes.group, False, count
     )
 
 
@@ -170,6 +180,17 @@ def _words(values: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
     for i in range(1, 32 // bits):
         words |= values.select(dim, i).to(torch.int32) << (bits * i)
     return words.flatten(1)
+
+
+def _with_offsets(codes: Codes) -> Codes:
+    """Codes of 4 bits without a sign. Offsets that change no weight, but the rounding of a float32 sum, are zero."""
+    offsets, factors = torch.zeros_like(codes.scales) if codes.offsets is None else codes.offsets, codes.factors
+    if codes.type == "int4":
+        offsets, factors = offsets - 8 * codes.scales, None
+    small = (offsets != 0) & (offsets.abs() < 2.0**-20 * codes.scales.abs())
+    if small.any():
+        offsets, factors = offsets.masked_fill(small, 0.0), None
+    return replace(codes, type="uint4", offsets=offsets, factors=factors)
 
 
 def _regrouped(codes: Codes) -> Codes:
@@ -209,10 +230,10 @@ def _group_numbers(codes: Codes, missing: tuple[int, int], of_block: int) -> Gro
     if factors is not None and factors.units.shape[2] == blocks:
         kind, found = "factors", [records(each, of_block) for each in factors.integers]
         found += [records(each, 1) for each in factors.units]
-    elif all(map(is_half, both)):
-        kind, found = "float16", [records(each.half(), of_block) for each in both]
     elif zeros is not None and is_half(scales) and torch.equal(-scales * zeros, both[1]):
         kind, found = "zeros", [records(scales.half(), of_block), records(zeros.to(torch.int8), of_block)]
+    elif all(map(is_half, both)):
+        kind, found = "float16", [records(each.half(), of_block) for each in both]
     else:
         kind, found = "float32", [records(each, of_block) for each in both]
     return GroupNumbers(torch.cat(found, 2), kind, offsets is not None)
@@ -227,12 +248,15 @@ def _fragments(values: torch.Tensor, bits: int, depth: int) -> torch.Tensor:
     """Codes as the tensor cores take them from registers, int32 [blocks, strips, loads, 32 lanes, 4].
 
     Of each 16 of the depth, lane 4 r + q has weights 2 q, 2 q + 1, then 2 q + 8 and 2 q + 9, of outputs r and r + 8:
-    the first two of both outputs, then the others, from the lowest bits on. That is a word, or two of codes of 8 bits.
+    the first two of both outputs, then the others, from the lowest bits on. That is two words of codes of 8 bits. Of 4
+    bits, it is the lower half of a word for the first number of each two, and the upper half for the second, and output
+    r + 8 comes before r.
     """
     strips, blocks, steps = len(values) // STRIP, values.shape[1] // depth, depth // 16
     order = values.view(strips, 2, 8, blocks, steps, 2, 4, 2).permute(3, 0, 4, 2, 6, 5, 1, 7)
     codes = order.reshape(blocks, strips, steps, 32, 8)
     if bits == 4:
+        codes = codes.unflatten(-1, (2, 2, 2)).flip(-2).movedim(-1, -3).flatten(-3)
         codes = codes[..., ::2] | codes[..., 1::2] << 4
     words = codes.contiguous().view(torch.int32).view(blocks, strips, steps * bits // 16, 16 // bits, 32, bits // 4)
     return words.transpose(3, 4).reshape(blocks, strips, steps * bits // 16, 32, 4).contiguous()

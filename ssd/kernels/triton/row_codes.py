@@ -11,7 +11,8 @@ from ssd.kernels.cuda.launch import early_launch
 from ssd.kernels.triton.e4m3 import encode, encode_by_cvt, widen_bits
 from ssd.kernels.weights import RoundedRows, RowRounding
 
-_BLOCK = 16384  # numbers that one program rounds at a time
+_BLOCK = 16384  # numbers of a group that one program rounds at a time
+_TOGETHER = 2048  # numbers of small groups, likewise
 
 
 @triton.jit
@@ -38,33 +39,43 @@ def _round_kernel(
     x_ptr, out_ptr, scale_ptr, stored_ptr, K, group, x_stride,
     INTEGERS: tl.constexpr, NARROW: tl.constexpr, RESTORED: tl.constexpr,
     LOWEST: tl.constexpr, HIGHEST: tl.constexpr, LEAST: tl.constexpr,
-    WHOLE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    TOGETHER: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One group of one row, in one block if it is WHOLE. stored_ptr: its scale, or None: that of its largest number."""
+    """Some groups of one row, each in one block, or one group in several blocks (TOGETHER is 0). stored_ptr: the scale,
+    or None: those of the groups' largest numbers."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * group
-    end = tl.minimum(K, first + group)
-    k = first + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * x_stride + k, mask=k < end, other=0.0).to(tl.float32)
-    if stored_ptr is None:
-        largest = tl.abs(x)
-        if not WHOLE:
-            for start in range(first + BLOCK, end, BLOCK):
-                k = start + tl.arange(0, BLOCK)
-                more = tl.load(x_ptr + row * x_stride + k, mask=k < end, other=0.0).to(tl.float32)
-                largest = tl.maximum(largest, tl.abs(more))
-        scale = tl.maximum(tl.div_rn(tl.max(largest, 0), HIGHEST), LEAST)
-        tl.store(scale_ptr + row * tl.num_programs(1) + tl.program_id(1), scale)
-    else:
-        scale = tl.load(stored_ptr)
     dtype = out_ptr.dtype.element_ty
-    if WHOLE:
-        rounded = _rounded(x, scale, dtype, INTEGERS, NARROW, RESTORED, LOWEST, HIGHEST)
-        tl.store(out_ptr + row * K + k, rounded, mask=k < end)
+    if TOGETHER:
+        groups = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)
+        within = tl.arange(0, BLOCK)
+        k = groups[:, None] * group + within[None, :]
+        mask = (within < group)[None, :] & (k < K)
+        x = tl.load(x_ptr + row * x_stride + k, mask=mask, other=0.0).to(tl.float32)
+        if stored_ptr is None:
+            scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), HIGHEST), LEAST)
+            count = tl.cdiv(K, group)
+            tl.store(scale_ptr + row * count + groups, scale, mask=groups < count)
+            scales = tl.broadcast_to(scale[:, None], x.shape)
+        else:
+            scales = tl.broadcast_to(tl.load(stored_ptr), x.shape)
+        rounded = _rounded(x, scales, dtype, INTEGERS, NARROW, RESTORED, LOWEST, HIGHEST)
+        tl.store(out_ptr + row * K + k, rounded, mask=mask)
     else:
+        first = tl.program_id(1) * group
+        end = tl.minimum(K, first + group)
+        if stored_ptr is None:
+            largest = tl.zeros((BLOCK,), tl.float32)
+            for start in range(first, end, BLOCK):
+                k = start + tl.arange(0, BLOCK)
+                x = tl.load(x_ptr + row * x_stride + k, mask=k < end, other=0.0).to(tl.float32)
+                largest = tl.maximum(largest, tl.abs(x))
+            scale = tl.maximum(tl.div_rn(tl.max(largest, 0), HIGHEST), LEAST)
+            tl.store(scale_ptr + row * tl.num_programs(1) + tl.program_id(1), scale)
+        else:
+            scale = tl.load(stored_ptr)
         for start in range(first, end, BLOCK):
             k = start + tl.arange(0, BLOCK)
             x = tl.load(x_ptr + row * x_stride + k, mask=k < end, other=0.0).to(tl.float32)
@@ -82,7 +93,8 @@ def rounded_rows(x: torch.Tensor, how: RowRounding, *, narrow: bool = False, res
         scales = torch.empty(num_rows, groups, dtype=torch.float32, device=x.device)
     lowest, highest = ROW_LIMITS[how.kind]
     block = min(_BLOCK, triton.next_power_of_2(size))
-    _round_kernel[(num_rows, groups)](
+    together = min(triton.next_power_of_2(groups), max(1, _TOGETHER // block)) if size <= block else 0
+    _round_kernel[(num_rows, triton.cdiv(groups, together or 1))](
         *(x, out, scales, how.scale, depth, size, x.stride(0)),
         INTEGERS=how.kind == "int8",
         NARROW=narrow,
@@ -90,9 +102,9 @@ def rounded_rows(x: torch.Tensor, how: RowRounding, *, narrow: bool = False, res
         LOWEST=lowest,
         HIGHEST=highest,
         LEAST=LEAST_SCALE,
-        WHOLE=size <= block,
+        TOGETHER=together,
         BLOCK=block,
-        num_warps=max(1, min(16, block // 512)),
+        num_warps=max(1, min(16, block * (together or 1) // 512)),
         **early_launch(x.device),
     )
     scales = scales if how.scale is None else scales.expand(num_rows, 1)

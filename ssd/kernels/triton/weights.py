@@ -12,6 +12,13 @@ from ssd.kernels.triton import codes_linear, elementwise, experts, linear, packi
 from ssd.kernels.weights import GLU, Norm, RoundedRows, Routing, RowRounding, Rows, Weight, rows_and_scales
 
 _WIDE_COLUMNS = 32768  # outputs of a weight in groups that are widened at a time, for many rows
+_WIDE_ROWS = 512  # rows at a time, whose sums of segments stay in the L2
+
+
+def widened(packed: packing.PackedCodes, dtype: torch.dtype, outputs: slice) -> torch.Tensor:
+    """Weights of some outputs of a weight in groups."""
+    made = grouped_rows.widened(packed, outputs) if packed.strips else None
+    return codes_linear.widened(packed, dtype, outputs=outputs) if made is None else made
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,7 @@ class CodesWeight(Weight):
     packed: packing.PackedCodes
     gated: bool = False
     rounding: RowRounding | None = None
+    wide: torch.Tensor | None = None  # `widened`, where there is memory for it
 
     def linear(self, x: Rows, bias: torch.Tensor | None = None, *, float32: bool = False) -> torch.Tensor:
         rows, scales = self._rows(x)
@@ -75,27 +83,24 @@ class CodesWeight(Weight):
         return codes_linear.codes_linear(rows, self.packed, own, **options)
 
     def _widened_linear(self, x: torch.Tensor, bias: torch.Tensor | None, float32: bool) -> torch.Tensor:
-        """Some outputs, or segments, at a time."""
-        packed, made = self.packed, []
-        if packed.segment < packed.depth:
-            return self._added_up(x, _bias(bias, self.gated), torch.float32 if float32 else x.dtype)
-        for first in range(0, packed.columns, _WIDE_COLUMNS):
-            some = slice(first, min(packed.columns, first + _WIDE_COLUMNS))
-            own = None if bias is None else bias[some]
-            if self.gated and bias is not None:
-                own = torch.cat([each[first // 2 : some.stop // 2] for each in bias.chunk(2)])
-            wide = codes_linear.widened(packed, x.dtype, outputs=some)
-            made.append(_dense_linear(x, wide, own, gated=self.gated, float32=float32))
-        return made[0] if len(made) == 1 else torch.cat(made, 1)
-
-    def _added_up(self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
-        packed, total = self.packed, None
-        for first in range(0, packed.depth, packed.segment):
-            part = slice(first, min(packed.depth, first + packed.segment))
-            wide = codes_linear.widened(packed, x.dtype, depth=part)
-            total = _float32_sums(x[:, part], wide, total)
-        assert total is not None
-        return codes_linear.finished(total, bias, gated=self.gated, out_dtype=out_dtype)
+        """Some outputs at a time; sums of segments for some rows at a time."""
+        packed, columns, of = self.packed, self.packed.columns, 2 if self.gated else 1
+        step = _WIDE_COLUMNS if self.wide is None else columns
+        if packed.segment == packed.depth and step >= columns:
+            wide = widened(packed, x.dtype, slice(0, columns)) if self.wide is None else self.wide
+            return _dense_linear(x, wide, bias, gated=self.gated, float32=float32)
+        y = x.new_empty((len(x), columns // of), dtype=torch.float32 if float32 else x.dtype)
+        bias = _bias(bias, self.gated)
+        for first in range(0, columns, step):
+            some = slice(first, min(columns, first + step))
+            wide = widened(packed, x.dtype, some) if self.wide is None else self.wide
+            own, part = None if bias is None else bias[some], y[:, first // of : some.stop // of]
+            for row in range(0, len(x), _WIDE_ROWS):
+                rows = slice(row, row + _WIDE_ROWS)
+                codes_linear.finished(
+                    _sums_of_segments(x[rows], wide, packed.segment), own, part[rows], gated=self.gated
+                )
+        return y
 
     def expert_linear(
         self,
@@ -167,11 +172,19 @@ def _dense_linear(
     return linear.linear(x, weight, _bias(bias, gated), gated=gated, out_dtype=out_dtype)
 
 
-def _float32_sums(x: torch.Tensor, wide: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
-    """Sums of products, added to `onto`."""
-    library = cublaslt.load() if x.is_cuda else None
-    product = None if library is None else library.linear(x, wide, None, torch.float32, onto=onto)
-    if product is None:
-        product = linear.linear(x, wide, out_dtype=torch.float32)
-        product = product if onto is None else onto + product
-    return product
+def _float32_sums(x: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+    return _dense_linear(x, wide, None, gated=False, float32=True)
+
+
+def _sums_of_segments(x: torch.Tensor, wide: torch.Tensor, segment: int) -> torch.Tensor:
+    """Products of the segments of the depth, of which the last one may be shorter: [segments, rows, columns]."""
+    depth, library = wide.shape[1], cublaslt.load() if x.is_cuda else None
+    sums = x.new_empty((-(-depth // segment), len(x), len(wide)), dtype=torch.float32)
+    even = depth // segment * segment
+    for part, y in ((slice(0, even), sums[: depth // segment]), (slice(even, depth), sums[depth // segment :])):
+        if not len(y) or (library is not None and library.sums_of_segments(x[:, part], wide[:, part], y)):
+            continue
+        for i, each in enumerate(y):
+            here = slice(part.start + i * segment, min(part.start + (i + 1) * segment, depth))
+            each.copy_(linear.linear(x[:, here], wide[:, here].contiguous(), out_dtype=torch.float32))
+    return sums

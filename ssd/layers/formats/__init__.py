@@ -23,13 +23,14 @@ FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 @dataclass(frozen=True)
 class Use:
     """What a weight is for. `gated`: its first half are gate rows, its second half up rows. `experts`: it is that of
-    so many experts, see `Ops.prepare`. `columns`: this rank's part, which a format must cut itself if its `share` has
-    all columns."""
+    so many experts, see `Ops.prepare`. `rows`: this rank's of each part. `columns`: this rank's, which a format must
+    cut itself if its `share` has all columns."""
 
     gated: bool = False
     experts: int = 0
     embedding: bool = False  # its rows are looked up
     product: bool = True  # it is multiplied with
+    rows: tuple[int, ...] = ()
     columns: slice = field(default_factory=lambda: slice(None))
 
 
@@ -40,6 +41,7 @@ class WeightFormat:
     """
 
     name: str = "dense"
+    floats = True  # whether prepared weights are floats: those of `widened`
 
     def shapes(self, rows: int, depth: int) -> dict[str, tuple[int, ...]]:
         """Stored tensors: the last part of their names in a checkpoint, and their full shapes."""

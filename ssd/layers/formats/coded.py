@@ -17,7 +17,7 @@ from ssd.errors import ConfigError, UnsupportedModel
 from ssd.kernels.codes import Codes, CodeType, dequantize, fused_codes
 from ssd.kernels.ops import Ops
 from ssd.kernels.weights import GLU, Routing, RowRounding, Rows, RowType, Weight
-from ssd.layers.formats import Use, WeightFormat, wrong_type
+from ssd.layers.formats import DENSE, Use, WeightFormat, wrong_type
 
 _FINE: Final = 128  # weights of a group of a channel that has one offset: kernels know no larger groups with offsets
 
@@ -41,6 +41,7 @@ class Coded(WeightFormat):
 
     activations: Activations | None = None
     coarse = False
+    floats = False
 
     def types(self, tensor: str) -> tuple[torch.dtype, ...]:
         """What a stored tensor may be; empty: anything."""
@@ -72,7 +73,9 @@ class Coded(WeightFormat):
         """One weight fused from the parts; one for each part if their codes or orders differ in kind."""
         codes, orders = [self.codes(part) for part in parts], [self.order(part) for part in parts]
         if not all(_alike(codes[0], each) for each in codes) or not all(_equal(orders[0], each) for each in orders):
-            return Mixed((self,) * len(parts)).prepare(parts, ops, dtype, use)
+            return MixedWeight.of(
+                [(self, [part], rows) for part, rows in zip(parts, use.rows, strict=True)], ops, dtype, use
+            )
         scales = [part["input_scale"].float().reshape(1, 1) for part in parts if "input_scale" in part]
         scale, how = torch.cat(scales).amax(0, keepdim=True) if scales else None, self.activations
         prepared = ops.prepare_codes(
@@ -152,11 +155,21 @@ class Mixed(WeightFormat):
         return hash(self.formats)
 
     def prepare(self, parts: Seq[Mapping[str, torch.Tensor]], ops: Ops, dtype: torch.dtype, use: Use) -> Weight:
-        if use.experts:
-            raise UnsupportedModel("experts in different formats (or orders of columns) are not supported")
-        alone = replace(use, gated=False)
-        each = [form.prepare([part], ops, dtype, alone) for form, part in zip(self.formats, parts, strict=True)]
-        return MixedWeight(tuple(each), use.gated)
+        """Neighbours of one format are one weight; floats are, whatever they were made of."""
+        if all(form.floats for form in self.formats):
+            wide = [form.widened(part) for form, part in zip(self.formats, parts, strict=True)]
+            return DENSE.prepare(wide, ops, dtype, use)
+        runs: list[Run] = []
+        for form, part, rows in zip(self.formats, parts, use.rows, strict=True):
+            if runs and runs[-1][0] == form:
+                _, before, count = runs.pop()
+                runs.append((form, [*before, part], count + rows))
+            else:
+                runs.append((form, [part], rows))
+        return MixedWeight.of(runs, ops, dtype, use)
+
+
+Run = tuple[WeightFormat, list[Mapping[str, torch.Tensor]], int]  # parts of one format, and their rows
 
 
 @dataclass(frozen=True)
@@ -164,16 +177,49 @@ class MixedWeight(Weight):
     """One product for each part."""
 
     parts: tuple[Weight, ...]
+    rows: tuple[int, ...]  # of each part
     gated: bool
+
+    @classmethod
+    def of(cls, runs: Seq[Run], ops: Ops, dtype: torch.dtype, use: Use) -> MixedWeight:
+        if use.experts:
+            raise UnsupportedModel("experts in different formats (or orders of columns) are not supported")
+        rows = tuple(rows for *_, rows in runs)
+        uses = [replace(use, gated=False, rows=(count,)) for count in rows]
+        each = [form.prepare(parts, ops, dtype, alone) for (form, parts, _), alone in zip(runs, uses, strict=True)]
+        return cls(tuple(each), rows, use.gated)
 
     def linear(self, x: Rows, bias: torch.Tensor | None = None, *, float32: bool = False) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
-        y = torch.cat([part.linear(x, float32=True) for part in self.parts], 1)
-        y = y if bias is None else y + bias.float()
+        biases = [None] * len(self.rows) if bias is None else torch.split(bias, list(self.rows))
+        each = zip(self.parts, biases, strict=True)
+        y = torch.cat([part.linear(x, own, float32=float32 and not self.gated) for part, own in each], 1)
         if not self.gated:
-            return y if float32 else y.to(x.dtype)
-        gate, up = y.to(x.dtype).chunk(2, 1)
+            return y
+        gate, up = y.chunk(2, 1)
         return torch.nn.functional.silu(gate) * up
+
+
+@dataclass(frozen=True)
+class Dequantized(WeightFormat):
+    """Stored as another format, multiplied as floats."""
+
+    stored: WeightFormat
+
+    def shapes(self, rows: int, depth: int) -> dict[str, tuple[int, ...]]:
+        return self.stored.shapes(rows, depth)
+
+    def share(self, tensor: str, rows: slice, columns: slice) -> tuple[slice, ...]:
+        return self.stored.share(tensor, rows, columns)
+
+    def fault(self, tensor: str, share: torch.Tensor) -> str:
+        return self.stored.fault(tensor, share)
+
+    def widened(self, stored: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return self.stored.widened(stored)
+
+    def prepare(self, parts: Seq[Mapping[str, torch.Tensor]], ops: Ops, dtype: torch.dtype, use: Use) -> Weight:
+        return DENSE.prepare([self.widened(part) for part in parts], ops, dtype, use)
 
 
 def cut(part: slice, unit: int, what: str) -> slice:

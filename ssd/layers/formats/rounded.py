@@ -18,6 +18,7 @@ from ssd.kernels.codes import Codes, Format, TargetFormat, quantize, quantized_b
 from ssd.kernels.ops import Ops
 from ssd.kernels.weights import GLU, Norm, Routing, RowRounding, Rows, Weight
 from ssd.layers.formats import DENSE, FormatOf, Use, WeightFormat, dense, fused
+from ssd.layers.formats.coded import Dequantized
 
 _AROUND = ("embed_tokens", "lm_head", "gate", "router")  # a router's small weight decides which experts are read
 _FEW_ROWS = 32  # products of more rows are bound by arithmetic, not by reading the weight
@@ -123,6 +124,8 @@ def rounded(form: str | None, stored: FormatOf = dense, *, exact: bool = False) 
     """
     if form is None or form == "none":
         return stored
+    if form == "dequantized":
+        return lambda name: found if (found := stored(name)).floats else Dequantized(found)
     codes, _, kept = form.partition("+")
     chosen = Rounded(cast(TargetFormat, codes), exact=exact, keeps_dense=bool(kept))
 

@@ -148,6 +148,16 @@ __device__ __forceinline__ void load16_if(bool wanted, const void* p, uint4& v) 
                  : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
                  : "l"(p), "r"((u32)wanted));
 }
+__device__ __forceinline__ u32 shared1(u32 at) {
+    u32 v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at));
+    return v;
+}
+__device__ __forceinline__ u32 shared2(u32 at) {
+    unsigned short v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
+    return v;
+}
 __device__ __forceinline__ u32 shared4(u32 at) {
     u32 v;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
@@ -171,6 +181,9 @@ __device__ __forceinline__ uint4 shared16(u32 at) {
 
 __device__ __forceinline__ void shared_store4(u32 at, u32 v) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
+}
+__device__ __forceinline__ void shared_store8(u32 at, uint2 v) {
+    asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(at), "r"(v.x), "r"(v.y) : "memory");
 }
 __device__ __forceinline__ void shared_store16(u32 at, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
