@@ -22,7 +22,7 @@ from linear import copies, multiplied, over, products, seconds  # bench/linear.p
 from ssd.bench.record import HELP, Rows, record
 from ssd.grafts.shapes import SHAPES
 from ssd.kernels.codes import Codes, quantize
-from ssd.kernels.cuda import cublaslt, few_rows, fp8_linear
+from ssd.kernels.cuda import cublaslt, few_rows, fp8_linear, grouped_rows
 from ssd.kernels.triton import codes_linear
 from ssd.kernels.triton.ops import TritonOps
 from ssd.kernels.weights import RowRounding, Weight
@@ -51,6 +51,7 @@ def without(module: object, name: str, value: object) -> Callable[[], mock._patc
 
 no_library = without(cublaslt, "load", lambda: None)
 no_few_rows = without(few_rows, "takes", lambda *_: False)
+no_grouped_rows = without(grouped_rows, "supports", lambda *_: False)
 no_wide = without(codes_linear, "is_wide", lambda *_: False)
 no_ahead = without(few_rows, "ahead_of", lambda *_: 0)
 no_fp8_rows = without(fp8_linear, "_kernels", lambda _: {})
@@ -61,7 +62,7 @@ CASES: dict[str, tuple[Prepare, tuple[int, ...], tuple[Callable[[], mock._patch[
     "cuBLASLt / Triton, bfloat16": (dense, (1, 16, 64, 256, 4096), (no_library,)),
     "few_rows.cu / Triton, fp8": (coded("fp8"), (1, 8, 32, 64, 128), (no_few_rows,)),
     "few_rows.cu / Triton, int8": (coded("int8"), (1, 8, 32, 64, 128), (no_few_rows,)),
-    "few_rows.cu / Triton, int4": (coded("int4"), (1, 8, 32, 64), (no_few_rows,)),
+    "grouped_rows.cu / Triton, int4": (coded("int4"), (1, 8, 32, 64, 256, 4096), (no_grouped_rows,)),
     "AHEAD / without, fp8": (coded("fp8"), (1, 8, 16), (no_ahead,)),
     "wide_linear / Triton, fp8": (coded("fp8"), (512, 4096), (no_wide,)),
     "fp8_rows.cu / library, e4m3 rows": (coded("fp8", E4M3), (1, 8, 32, 64), (no_fp8_rows,)),
@@ -102,6 +103,7 @@ def timed(
 ) -> dict[int, tuple[float, float]]:
     """Seconds of all products by rows, with the kernel and without it."""
     ops, total = TritonOps(), {rows: [0.0, 0.0] for rows in row_counts}
+    ops.wide_bytes = 1 << 40  # see bench/linear.py
     for name, columns, depth in sizes:
         weight = torch.randn(columns, depth, device=CUDA).mul_(depth**-0.5).bfloat16()
         for i, absent in enumerate(((), kernels)):

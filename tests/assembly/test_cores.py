@@ -79,6 +79,21 @@ def test_a_large_draft_on_the_cpu_beside_a_gpu_is_rounded_and_has_most_cores(
     assert placement.sized(wanted, open_checkpoint(draft), torch.device("cpu")) == wanted
 
 
+@pytest.mark.parametrize(
+    ("draft", "options", "form"),
+    [
+        ("graft:tiny-qwen3-draft@qwen3-0.6b:int8", {}, "dequantized"),
+        ("graft:tiny-qwen3-draft@qwen3-0.6b:int8", {"draft_quantization": "none"}, "none"),
+        ("graft:tiny-qwen3-draft@qwen3-8b:int8", {}, None),
+        ("tiny-qwen3-draft", {}, None),
+    ],
+)
+def test_a_small_quantised_draft_on_a_gpu_becomes_floats(draft: str, options: dict[str, Any], form: str | None) -> None:
+    wanted = SpeculationConfig(mode="sd", draft=draft, **options)
+    assert placement.sized(wanted, open_checkpoint(draft), torch.device("cuda")).draft_quantization == form
+    assert placement.sized(wanted, open_checkpoint(draft), torch.device("cpu")) == wanted
+
+
 @pytest.mark.slow
 def test_a_split_is_measured_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the real models, as on a machine of four cores: both modes choose a number, the target has the others."""

@@ -367,7 +367,7 @@ static void wgmma_wait() {}
 template <int pending, int n>
 static void wgmma_wait(float (&)[n]) {}
 static u64 rows_descriptor(u32 at) { return at >> 4; }
-template <bool add, int n>
+template <int n>
 static void wgmma(float (&d)[n], const u32 (&a)[4], u64 b) {
     Warpgroup& group = fiber->block->warpgroups[fiber->number / 128];
     auto& lanes = group.values[group.gathering.times & 1];
@@ -382,7 +382,7 @@ static void wgmma(float (&d)[n], const u32 (&a)[4], u64 b) {
             const u32 to = (u32) * (const bf16*)(memory + swizzled((u32)b * 16 + column * 128 + k * 2)) << 16;
             sum += half_of(from, k % 2) * __uint_as_float(to);
         }
-        d[e] = add ? d[e] + sum : sum;
+        d[e] += sum;
     }
 }
 static void wgmma_sees() {}

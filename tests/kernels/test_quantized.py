@@ -9,9 +9,9 @@ import torch
 from bits import same_bits
 from conftest import mostly_slow
 from reference_ops import ReferenceOps
-from stored_codes import CODES, some_codes
+from stored_codes import CODES, multiplied_weights, numbered_codes, some_codes
 
-from ssd.kernels.codes import CodeType, Format, dequantize, quantize, quantized_bytes, rounded_rows
+from ssd.kernels.codes import Codes, CodeType, Format, dequantize, quantize, quantized_bytes, rounded_rows
 from ssd.kernels.cpu import library
 from ssd.kernels.cpu.ops import CpuOps
 from ssd.kernels.ops import Ops
@@ -208,6 +208,45 @@ def test_many_rows_are_multiplied_by_widened_codes(kind: CodeType, monkeypatch: 
             for wide, narrow in zip(products(), few, strict=True):
                 close(wide, narrow, dtype)
                 assert same_bits(wide, narrow) or not CUDA  # the interpreter adds up a whole tile at a time
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_segments_of_many_rows_are_added_in_order(kept: bool) -> None:
+    """Three of 1,280 inputs and one of 512; of weights that are widened for the product, and of a copy: with a bias,
+    and gated."""
+    _, device, _ = make_ops("triton")
+    packing, weights, linear = (
+        pytest.importorskip(f"ssd.kernels.triton.{name}") for name in ("packing", "weights", "linear")
+    )
+    codes = numbered_codes("uint4", 48, 4352, 32, True, "factors", device)
+    dtype = torch.bfloat16 if CUDA else torch.float32  # as in make_ops
+    packed = packing.pack(codes, dtype)
+    wide = multiplied_weights(codes) if CUDA else dequantize(codes, dtype)
+    assert packed.segment == 1280
+    torch.manual_seed(0)
+    x, bias = torch.randn(70, 4352).to(device, dtype), torch.randn(48).to(device, dtype)
+    total = torch.zeros(70, 48, device=device)
+    for start in range(0, 4352, 1280):
+        part = slice(start, start + 1280)
+        total = total + linear.linear(x[:, part], wide[:, part].contiguous(), out_dtype=torch.float32)
+    copy = wide if kept else None
+    weight = weights.CodesWeight(packed, wide=copy)
+    assert same_bits(weight.linear(x, float32=True), total)
+    assert same_bits(weight.linear(x, bias), (total + bias.float()).to(dtype))
+    gate, up = total.to(dtype)[:, ::2], total.to(dtype)[:, 1::2]
+    close(weights.CodesWeight(packed, True, wide=copy).linear(x), torch.nn.functional.silu(gate) * up, dtype)
+
+
+def test_scales_in_bfloat16_cost_little() -> None:
+    """Beside rounding weights to 4 bits; docs/quantization.md says how little."""
+    weight = torch.randn(64, 4096, generator=torch.Generator().manual_seed(0)).view(64, -1, 32)
+    least, most = weight.amin(2, keepdim=True), weight.amax(2, keepdim=True)
+    scales = (most - least) / 15
+    values = ((weight - least) / scales).round().clamp(0, 15).to(torch.uint8).flatten(1)
+    codes = Codes(values, scales[..., 0], "uint4", 4096, least[..., 0].contiguous())
+    exact = dequantize(codes, torch.float32)
+    moved = (multiplied_weights(codes).float() - exact).norm() / (exact - weight.flatten(1)).norm()
+    assert 0.05 < moved < 0.08
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -22,6 +22,7 @@ from ssd.kernels.cpu import library
 from ssd.kernels.device import kernels
 from ssd.kernels.weights import RowRounding
 from ssd.layers.formats.gguf import BLOCKS, Blocks
+from ssd.layers.formats.rounded import rounded
 from ssd.layers.parameter import Build
 from ssd.models.checkpoint import all_weights
 from ssd.models.decoder import Decoder
@@ -111,6 +112,14 @@ def test_two_ranks_have_the_logits_of_one(files: dict[str, Path], monkeypatch: p
     checkpoint = opened(files["packed"])
     split = on_ranks(2, lambda tp: logits(checkpoint, tp, TOKENS))[0]
     assert (split - logits(checkpoint, TensorParallel(), TOKENS)).abs().max() < 1e-4
+
+
+def test_a_draft_may_be_floats(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All weights are those of the same model in floats, fused parts of different types among them."""
+    packed, wide = opened(files["packed"]), logits(opened(files["wide"]), TensorParallel(), TOKENS)
+    floats = rounded("dequantized", packed.formats)
+    monkeypatch.setattr(GGUFCheckpoint, "formats", property(lambda _: floats))
+    assert same_bits(logits(packed, TensorParallel(), TOKENS), wide)
 
 
 def test_every_weight_can_be_widened(files: dict[str, Path]) -> None:

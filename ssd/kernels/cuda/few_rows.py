@@ -28,7 +28,9 @@ _AHEAD_SHARE: Final = 3  # strips of a multiprocessor up to which it is the fast
 _AHEAD_DEPTH: Final = 4096  # of shorter rows: one strip
 SHARED: Final = 227 << 10  # bytes of shared memory that a block of threads can have
 RING_AT: Final = 1024  # bytes
-_FORMATS: Final = {"fp8": 0, "int8": 1, "int4": 2}
+_FORMATS: Final = {"fp8": 0, "int8": 1}
+TILES: Final = (1, 2, 4, 8)  # of 8 rows, each number a kernel of its own
+_MOST_ROWS: Final = 8 * TILES[-1]  # of one launch
 _P = ctypes.c_void_p
 
 
@@ -46,45 +48,30 @@ class Params(ctypes.Structure):
 def takes(x: torch.Tensor, weight: PackedCodes, bias: torch.Tensor | None, row_scales: torch.Tensor | None) -> bool:
     """Whether `linear` is for this product."""
     if (
-        weight.numbers is not None
+        weight.type not in _FORMATS
+        or weight.numbers is not None
         or not x.is_cuda
         or x.dtype is not torch.bfloat16
-        or not 0 < len(x) <= _LAUNCHES * _most_rows(weight)
+        or not 0 < len(x) <= _LAUNCHES * _MOST_ROWS
     ):
         return False
     fits = weight.strips and weight.depth == weight.width * weight.parts
-    scaled = row_scales is None or not weight.parts_of_group
     aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     same = bias is None or bias.dtype is x.dtype
-    return fits and scaled and aligned and same and _kernels(x.device, weight.type, weight.block, _group(weight)) != {}
+    return fits and aligned and same and _kernels(x.device, weight.type, weight.block) != {}
 
 
-def _group(weight: PackedCodes) -> int:
-    """Weights of one scale; 0: all of an output's."""
-    return weight.group if weight.parts_of_group else 0
-
-
-def macros_of(kind: str, block: int, group: int, tiles: int, ahead: int) -> dict[str, int]:
-    return {"FORMAT": _FORMATS[kind], "WORDS": block, "GROUP": group, "TILES": tiles, "AHEAD": ahead}
-
-
-def _tiles(group: int) -> tuple[int, ...]:
-    """Of 8 rows, each number a kernel of its own; sums of groups take more registers."""
-    return (1, 2, 4) if group else (1, 2, 4, 8)
-
-
-def _most_rows(weight: PackedCodes) -> int:
-    """Of one launch."""
-    return 8 * _tiles(_group(weight))[-1]
+def macros_of(kind: str, block: int, tiles: int, ahead: int) -> dict[str, int]:
+    return {"FORMAT": _FORMATS[kind], "WORDS": block, "TILES": tiles, "AHEAD": ahead}
 
 
 @functools.cache
-def _kernels(device: torch.device, kind: str, block: int, group: int) -> dict[tuple[int, int], Kernel]:
+def _kernels(device: torch.device, kind: str, block: int) -> dict[tuple[int, int], Kernel]:
     """Kernels by tiles and blocks that are widened ahead; none where they cannot be built."""
     if torch.cuda.get_device_capability(device) != (9, 0):
         return {}
-    each = [(tiles, 0) for tiles in _tiles(group)] + [(tiles, _AHEAD) for tiles in _AHEAD_TILES if not group]
-    macros = [macros_of(kind, block, group, *one) for one in each]
+    each = [(tiles, 0) for tiles in TILES] + [(tiles, _AHEAD) for tiles in _AHEAD_TILES]
+    macros = [macros_of(kind, block, *one) for one in each]
     slower = "quantised weights are multiplied by slower kernels"
     return dict(zip(each, kernels(SOURCE, macros, "product", device, SHARED, slower), strict=False))
 
@@ -101,16 +88,14 @@ def share_of(units: int, processors: int, most: int) -> int:
 
 def stage_bytes(weight: PackedCodes, share: int, tiles: int) -> int:
     """`stage_bytes` of the source."""
-    depth, group = weight.block * weight.parts, _group(weight)
-    scales = share * 64 * (depth // group) if group else 0
-    return tiles * 16 * depth + share * 64 * weight.block + -(-scales // 1024) * 1024
+    return tiles * 16 * weight.block * weight.parts + share * 64 * weight.block
 
 
 def ahead_of(weight: PackedCodes, tiles: int, processors: int) -> int:
     """Blocks of the depth that are widened ahead. A narrow weight has one or the other kernel by the number of rows:
     their bits are equal."""
     most = _AHEAD_SHARE if weight.depth >= _AHEAD_DEPTH else 1
-    narrow = not _group(weight) and weight.words.shape[1] <= most * processors
+    narrow = weight.words.shape[1] <= most * processors
     return _AHEAD if narrow and tiles in _AHEAD_TILES else 0
 
 
@@ -150,9 +135,8 @@ def linear(
     y = x.new_empty((len(x), columns), dtype=out_dtype)
     if compiling():
         return y
-    most = _most_rows(weight)
-    for start in range(0, len(x), most):
-        some = slice(start, start + most)
+    for start in range(0, len(x), _MOST_ROWS):
+        some = slice(start, start + _MOST_ROWS)
         _launch(x[some], weight, bias, None if row_scales is None else row_scales[some], y[some], gated)
     return y
 
@@ -165,14 +149,14 @@ def _launch(
     y: torch.Tensor,
     gated: bool,
 ) -> None:
-    (rows, depth), group, strips = x.shape, _group(weight), weight.words.shape[1]
-    tiles = next(each for each in _tiles(group) if 8 * each >= rows)
+    (rows, depth), strips = x.shape, weight.words.shape[1]
+    tiles = next(each for each in TILES if 8 * each >= rows)
     count = current_processors(x.device)
     share = share_of(strips, count, _MAX_SHARE)
     launch = Launch.of(weight, share, tiles, ahead_of(weight, tiles, count))
     box = (weight.block * weight.parts // 64, 8 * tiles)
     rows_of_x = tensor_map(x.data_ptr(), rows, depth, 2 * x.stride(0), box)
-    kernel = _kernels(x.device, weight.type, weight.block, group)[tiles, launch.ahead]
+    kernel = _kernels(x.device, weight.type, weight.block)[tiles, launch.ahead]
     params = params_of(weight, bias, row_scales, y, gated, launch)
     kernel.launch(min(count, -(-strips // share)), launch.threads, launch.shared, "early", rows_of_x, params)
 

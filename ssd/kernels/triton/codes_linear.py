@@ -281,14 +281,10 @@ def _places(w_ptr, n, k, w_stride, WORDS: tl.constexpr, STRIPS: tl.constexpr):
 
 
 @triton.jit
-def _scale_place(n, block, i, N, PARTS: tl.constexpr, PARTS_OF_GROUP: tl.constexpr, STRIPS: tl.constexpr):
+def _scale_place(n, block, i, N, PARTS: tl.constexpr, PARTS_OF_GROUP: tl.constexpr):
     """Where the scales of outputs n are, of the group of codes that part i of a block belongs to."""
     if PARTS_OF_GROUP == 0:
         return n
-    elif STRIPS:
-        OF_BLOCK: tl.constexpr = PARTS // PARTS_OF_GROUP  # groups
-        strip = block * tl.cdiv(N, STRIP_OUTPUTS) + n // STRIP_OUTPUTS
-        return (strip * OF_BLOCK + i // PARTS_OF_GROUP) * STRIP_OUTPUTS + n % STRIP_OUTPUTS
     else:
         return (block * PARTS + i) // PARTS_OF_GROUP * N + n
 
@@ -350,7 +346,7 @@ def sums(
                     else:
                         group = tl.dot(w, x, group, input_precision="tf32x3")
                     if (i + 1) % PARTS_OF_GROUP == 0:
-                        at = _scale_place(n, start // WORDS, i, N, PARTS, PARTS_OF_GROUP, STRIPS)
+                        at = _scale_place(n, start // WORDS, i, N, PARTS, PARTS_OF_GROUP)
                         acc += group * tl.load(scale_ptr + at, mask=n_mask, other=0.0)[:, None]
     return acc
 
@@ -448,7 +444,7 @@ def _widen_kernel(
                 else:
                     part = _part(words, i, FORMAT, dtype)
                 if scale_ptr is not None:
-                    place = _scale_place(n, block, i, N, PARTS, PARTS_OF_GROUP, STRIPS)
+                    place = _scale_place(n, block, i, N, PARTS, PARTS_OF_GROUP)
                     part = (part.to(tl.float32) * tl.load(scale_ptr + place, mask=mask, other=0.0)[:, None]).to(dtype)
                 here = (block * PARTS + i) * WORDS + k
                 tl.store(to + here[None, :], part, mask=mask[:, None] & (here < K)[None, :])

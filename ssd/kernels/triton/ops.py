@@ -54,9 +54,11 @@ class TritonOps(SharedOps):
             values = codes.values.view(torch.float8_e4m3fn).contiguous()
             return Fp8Weight(values, codes.scales[:, 0].contiguous(), gated, rows)
         strips = expert_rows.fits(codes, experts) if codes.type == "fp4" else not experts
-        if packing.is_widened(codes):
+        weights = packing.is_widened(codes)
+        if weights or (codes.type == "int4" and not experts):
             strips = strips and grouped_rows.supports(codes, dtype)
-        packed = packing.pack(codes, dtype, strips=strips)
+            weights = weights or strips
+        packed = packing.pack(codes, dtype, strips=strips, weights=weights)
         self._copies_ahead |= packed.strips and not experts
         return CodesWeight(packed, gated, rows, self._wide(packed))
 

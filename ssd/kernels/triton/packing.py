@@ -2,10 +2,11 @@
 
 Codes are stored in words of 32 bits, in blocks of some words of an output. There are two choices of what is multiplied:
 
-* Codes, as bfloat16 numbers, whose sums are scaled: fp8 and int8 with one scale an output, int4 without offsets, fp4.
+* Codes, as bfloat16 numbers, whose sums are scaled: fp8 and int8 with one scale an output, fp4, and int4 without
+  offsets in experts, and where there is no CUDA kernel for weights (`grouped_rows`).
   Part i (a byte, or half of one) of word j is weight i * words + j of the block, so that the parts with one i are a run
   of consecutive weights, and two words are widened at a time (`paired`).
-* Weights (`is_widened`): types with offsets, and 8 bits in groups. The parts of a word are consecutive weights;
+* Weights: types with offsets, 8 bits in groups, and int4. The parts of a word are consecutive weights;
   integers are stored without a sign, and scales as in `GroupNumbers`. A weight is scale * code + offset in float32,
   rounded to the type of x. If that is bfloat16, the scale and the offset of codes of 4 bits are rounded to it before:
   so one instruction makes two weights of their codes.
@@ -112,7 +113,7 @@ class PackedCodes:
 
 
 def is_widened(codes: Codes) -> bool:
-    """Whether weights are multiplied, and not codes."""
+    """Whether weights are multiplied, and not codes, on every GPU."""
     return (
         codes.type == "uint4"
         or codes.offsets is not None
@@ -120,9 +121,11 @@ def is_widened(codes: Codes) -> bool:
     )
 
 
-def pack(codes: Codes, dtype: torch.dtype, *, strips: bool = True) -> PackedCodes:
-    """Not `strips`: outputs come one after the other."""
-    return _packed_weights(codes, dtype, strips) if is_widened(codes) else _packed_codes(codes, dtype, strips)
+def pack(codes: Codes, dtype: torch.dtype, *, strips: bool = True, weights: bool | None = None) -> PackedCodes:
+    """Not `strips`: outputs come one after the other. `weights`: whether weights are multiplied, and not codes; None:
+    where they must be."""
+    weights = is_widened(codes) if weights is None else weights
+    return _packed_weights(codes, dtype, strips) if weights else _packed_codes(codes, dtype, strips)
 
 
 def _packed_codes(codes: Codes, dtype: torch.dtype, strips: bool) -> PackedCodes:
@@ -136,8 +139,7 @@ def _packed_codes(codes: Codes, dtype: torch.dtype, strips: bool) -> PackedCodes
         if group % block or parts * block % group:
             raise ValueError(f"groups of {group} weights are not supported: they must be 16, 32, 64 or 128")
     rows, width = codes.values.shape
-    fours = codes.type == "int4" and parts * block % (4 * group) == 0  # groups of a block
-    strips = strips and (fours or codes.type == "fp4" if grouped else bits == 8)
+    strips = strips and (codes.type == "fp4" if grouped else bits == 8)
     missing, more = -width % (parts * block), -rows % STRIP if strips else 0
     values = torch.nn.functional.pad(codes.values, (0, missing, 0, more), value=8 if codes.type == "int4" else 0)
     words = _words(values.view(rows + more, -1, parts, block), 2, bits)
@@ -149,9 +151,7 @@ def _packed_codes(codes: Codes, dtype: torch.dtype, strips: bool) -> PackedCodes
         scales, exponents = _exponents(scales, missing // group)
     else:
         scales = torch.nn.functional.pad(scales, (0, missing // group if grouped else 0, 0, more))
-        of_block = parts * block // group if grouped else 1
-        blocks = scales.shape[1] // of_block
-        scales = scales.view(-1, STRIP, blocks, of_block).permute(2, 0, 3, 1) if strips else scales.t()
+        scales = scales.view(-1, STRIP, 1, 1).permute(2, 0, 3, 1) if strips else scales.t()
     words, scales = in_strips(words, block) if strips else words, scales.contiguous()
     return PackedCodes(words, scales, None, exponents, codes.type, dtype, rows, codes.depth, block, group, pairs)
 

@@ -17,7 +17,7 @@ _WIDE_ROWS = 512  # rows at a time, whose sums of segments stay in the L2
 
 def widened(packed: packing.PackedCodes, dtype: torch.dtype, outputs: slice) -> torch.Tensor:
     """Weights of some outputs of a weight in groups."""
-    made = grouped_rows.widened(packed, outputs) if packed.strips else None
+    made = grouped_rows.widened(packed, outputs) if packed.strips and packed.words.is_cuda else None
     return codes_linear.widened(packed, dtype, outputs=outputs) if made is None else made
 
 

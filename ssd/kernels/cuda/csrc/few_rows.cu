@@ -1,8 +1,8 @@
 // x [rows, depth] times a packed weight (`packing.py`) transposed, for up to 8 TILES rows: bound by reading the weight.
 //
 // A block of threads takes `share` strips of 16 outputs at a time, one for each of its consumer warps. Its producer
-// copies, for one block of the depth after the other, the strips' codes, the scales of their groups and the rows of x
-// to a ring in shared memory. Consumers widen codes to bfloat16 in registers: those of four warps are the A operand of
+// copies, for one block of the depth after the other, the strips' codes and the rows of x to a ring in shared memory.
+// Consumers widen codes to bfloat16 in registers: those of four warps are the A operand of
 // the tensor cores (`wgmma`), x in shared memory is the B operand. Sums are those of `codes_linear.py`, to the bit:
 // over the depth in one order, sixteen at a time.
 //
@@ -10,32 +10,25 @@
 // Then other warps widen codes to shared memory, up to AHEAD blocks of the depth ahead, and both operands are read from
 // there.
 //
-// Macros: FORMAT (0: fp8, 1: int8, 2: int4), WORDS (of a block of an output), GROUP (weights of a scale, 0: all of an
-// output's), TILES, AHEAD (0: consumers widen).
+// Macros: FORMAT (0: fp8, 1: int8), WORDS (of a block of an output), TILES, AHEAD (0: consumers widen).
 
 #include "pipeline.cu"
 
-constexpr int PARTS = FORMAT == 2 ? 8 : 4;  // weights of a word
-constexpr int DEPTH = WORDS * PARTS;        // of a block
+constexpr int DEPTH = WORDS * 4;  // of a block
 constexpr int RUNS = WORDS / 16;
-constexpr int STEPS = DEPTH / 16;                      // of the tensor cores
-constexpr int GROUPS = GROUP ? DEPTH / GROUP : 0;      // of a block
-constexpr int OF_GROUP = GROUP ? GROUP / 16 : STEPS;   // steps
-constexpr int CHAINS = GROUP && TILES <= 2 ? 2 : 1;    // groups that are summed up at the same time
-constexpr int OF_ROUND = CHAINS * OF_GROUP;            // steps of so many groups
-constexpr int BATCH = GROUP && OF_ROUND >= 4 ? 4 : 2;  // steps that are issued together
+constexpr int STEPS = DEPTH / 16;  // of the tensor cores
+constexpr int BATCH = 2;           // steps that are issued together
 constexpr int SUMS = TILES * 4;                        // of a thread
 constexpr int STRIP_BYTES = 16 * WORDS * 4;
 constexpr int X_BYTES = TILES * 8 * DEPTH * 2;  // of a stage: 64 numbers of each row, the next 64, and so on
 constexpr int MAX_SHARE = 8;                    // of strips
 constexpr int AHEAD_SHARE = 3;                  // where blocks are widened ahead
 constexpr int WIDE_BYTES = STEPS * 512;         // of a block of a strip, widened
-static_assert(!AHEAD || !GROUP, "sums are not those of groups");
-static_assert(STEPS % (2 * BATCH) == 0 && GROUPS % 4 == 0, "batches and rounds take turns with two sets of registers");
+static_assert(STEPS % (2 * BATCH) == 0, "batches take turns with two sets of registers");
 
 struct Params {
     const u32* words;
-    const float *scales, *row_scales;  // of outputs (and groups), of rows or null
+    const float *scales, *row_scales;  // of outputs, of rows or null
     const bf16* bias;
     void* y;
     long long y_stride;
@@ -43,22 +36,15 @@ struct Params {
     int gated, float32;  // whether rows of the weight alternate gate and up; whether y is float32
 };
 
-__device__ __forceinline__ int scale_bytes(const Params& p) { return p.share * GROUPS * 64; }
-__device__ __forceinline__ int stage_bytes(const Params& p) {
-    return X_BYTES + p.share * STRIP_BYTES + (scale_bytes(p) + 1023) / 1024 * 1024;
-}
+__device__ __forceinline__ int stage_bytes(const Params& p) { return X_BYTES + p.share * STRIP_BYTES; }
 
-// Numbers `part` of two words of neighbouring weights, as a pair of bfloat16. See `packing.paired` for fp8 and int4.
+// Numbers `part` of two words of neighbouring weights, as a pair of bfloat16. See `packing.paired` for fp8.
 template <int part>
 __device__ __forceinline__ u32 widened(uint2 w) {
     if (FORMAT == 0) {  // the exponent is not moved, which divides by 2^120
         const u32 v = part < 2 ? w.x : w.y;
         const u32 bits = part % 2 ? masked(v << 4, 0x80F080F0u, (v >> 4) & 0x07000700u) : v & 0x87F087F0u;
         return fma2(bits, 0x7B807B80u, 0x80008000u);
-    }
-    if (FORMAT == 2) {  // 128 and four bits, minus 136
-        const u32 v = (part < 4 ? w.x : w.y) >> part % 4 * 4;
-        return fma2(masked(v, 0x000F000Fu, 0x43004300u), 0x3F803F80u, 0xC308C308u);
     }
     const u32 v = bytes<0x0400 + part % 4 * 0x1111>(w.x, w.y);  // 128 and seven bits, minus 128, or 256 for the sign
     return fma2(masked(v, 0x007F007Fu, 0x43004300u), 0x3F803F80u, masked(v, 0x00800080u, 0xC300C300u));
@@ -78,75 +64,42 @@ struct Words {
     }
 };
 
-// Steps are issued in turns for the groups of a round: a group alone waits for its own sums.
-constexpr __host__ __device__ int step_of(int i) {
-    return i / OF_ROUND * OF_ROUND + i % CHAINS * OF_GROUP + i % OF_ROUND / CHAINS;
-}
-
 struct Consumer {
-    float total[SUMS];            // of earlier rounds
-    float sums[2][CHAINS][SUMS];  // of two rounds that are computed; without groups only the first
-    float scales[CHAINS][2];      // of the round before the current one
+    float sums[SUMS];
     u32 a[2][BATCH][4];
     Words words;
 
     __device__ __forceinline__ void begin() {
 #pragma unroll
-        for (int i = 0; i < SUMS; ++i) {
-            total[i] = 0.0f;
-            for (int chain = 0; chain < CHAINS; ++chain) sums[0][chain][i] = sums[1][chain][i] = 0.0f;
-        }
-        for (int chain = 0; chain < CHAINS; ++chain) scales[chain][0] = scales[chain][1] = 0.0f;
+        for (int i = 0; i < SUMS; ++i) sums[i] = 0.0f;
     }
     // The A operand of steps from the i-th one to the end of the batch.
     template <int i>
     __device__ __forceinline__ void widen() {
-        constexpr int part = step_of(i) / RUNS, run = step_of(i) % RUNS;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) a[i / BATCH % 2][i % BATCH][j] = widened<part>(words.of[run][j / 2][j % 2]);
+        for (int j = 0; j < 4; ++j)
+            a[i / BATCH % 2][i % BATCH][j] = widened<i / RUNS>(words.of[i % RUNS][j / 2][j % 2]);
         if constexpr ((i + 1) % BATCH) widen<i + 1>();
     }
     // Likewise their products; `x`: descriptor of the block's rows.
     template <int i>
     __device__ __forceinline__ void issue(u64 x) {
-        constexpr int step = step_of(i), round = GROUP ? i / OF_ROUND % 2 : 0;
-        constexpr bool add = !GROUP || step % OF_GROUP;
-        wgmma<add>(sums[round][i % CHAINS], a[i / BATCH % 2][i % BATCH], x + step / 4 * (TILES * 64) + step % 4 * 2);
+        wgmma(sums, a[i / BATCH % 2][i % BATCH], x + i / 4 * (TILES * 64) + i % 4 * 2);
         if constexpr ((i + 1) % BATCH) issue<i + 1>(x);
     }
-    // Waits for all batches but the last `pending`, and adds up a round.
-    template <int pending>
-    __device__ __forceinline__ void collect(float (&done)[CHAINS][SUMS]) {
-#pragma unroll
-        for (int chain = 0; chain < CHAINS; ++chain) {
-            wgmma_wait<pending>(done[chain]);
-            if (GROUP)
-#pragma unroll
-                for (int i = 0; i < SUMS; ++i) total[i] = __fmaf_rn(done[chain][i], scales[chain][i % 4 / 2], total[i]);
-        }
-    }
-    // One batch is computed while the codes of the next are widened. `scale`: address of those of the thread's first
-    // output, `previous`: barrier of the block before, if it is a `later` one (its last batch may be under way),
-    // `next`: loads the words of the block after this one.
+    // One batch is computed while the codes of the next are widened. `previous`: barrier of the block before, if it is a
+    // `later` one (its last batch may be under way), `next`: loads the words of the block after this one.
     template <int i, typename Next>
-    __device__ __forceinline__ void multiply(u64 x, u32 scale, bool later, u64* previous, Next next) {
+    __device__ __forceinline__ void multiply(u64 x, bool later, u64* previous, Next next) {
         if constexpr (i < STEPS) {
             widen<i>();
             if (i + BATCH == STEPS) next();
             wgmma_fence();
             issue<i>(x);
             wgmma_commit();
-            if constexpr (GROUP && i % OF_ROUND == 0) {
-                constexpr int round = i / OF_ROUND;
-                collect<1>(sums[1 - round % 2]);
-#pragma unroll
-                for (int j = 0; j < 2 * CHAINS; ++j)
-                    scales[j / 2][j % 2] = shared_float(scale + round * CHAINS * 64 + j * 32);
-            } else {
-                wgmma_wait<1>();
-            }
+            wgmma_wait<1>();
             if (i == 0) release(later, previous);
-            multiply<i + BATCH>(x, scale, later, previous, next);
+            multiply<i + BATCH>(x, later, previous, next);
         }
     }
 };
@@ -162,13 +115,8 @@ __device__ __forceinline__ void finish(const Params& p, const float (&sums)[SUMS
         float v[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            v[r] = sums[i + r];
-            if (!GROUP) {
-                v[r] = __fmul_rn(v[r], scales.rows[tile][r]);
-                v[r] = p.bias ? __fmaf_rn(v[r], scale, bias) : __fmul_rn(v[r], scale);
-            } else if (p.bias) {
-                v[r] = __fadd_rn(v[r], bias);
-            }
+            v[r] = __fmul_rn(sums[i + r], scales.rows[tile][r]);
+            v[r] = p.bias ? __fmaf_rn(v[r], scale, bias) : __fmul_rn(v[r], scale);
         }
         const Pair pair(v, lane);
         const int row = tile * 8 + lane % 4 * 2 + pair.row;
@@ -185,14 +133,13 @@ __device__ __forceinline__ void consume(const Params& p, Barriers& barriers, u32
         const int strip = first + warp;
         const bool there = warp < p.share && strip < p.strips;  // others multiply zeros
         const u32 codes = X_BYTES + (there ? warp * STRIP_BYTES : 0);
-        const u32 scales = X_BYTES + p.share * STRIP_BYTES + (there ? warp * GROUPS * 64 : 0) + lane / 4 * 4;
         const auto load = [&](const Ring& from) {
             wait(&barriers.full[from.stage], from.parity);
             __syncwarp();
             if (there) consumer.words.load(ring + from.stage * size + codes, lane);
         };
         u64* previous = barriers.empty;
-        of_outputs.load_outputs(GROUP ? nullptr : p.scales, p.bias, strip * 16 + lane / 4, there ? p.columns : 0);
+        of_outputs.load_outputs(p.scales, p.bias, strip * 16 + lane / 4, there ? p.columns : 0);
         consumer.begin();
         if (!there) consumer.words = {};
         load(at);
@@ -200,15 +147,15 @@ __device__ __forceinline__ void consume(const Params& p, Barriers& barriers, u32
             const u32 x = ring + at.stage * size;
             Ring next = at;
             next.next(p.stages);
-            consumer.multiply<0>(rows_descriptor(x), x + scales, block > 0, previous, [&] {
+            consumer.multiply<0>(rows_descriptor(x), block > 0, previous, [&] {
                 if (block + 1 < p.blocks) load(next);
             });
             previous = &barriers.empty[at.stage];
             at = next;
         }
-        consumer.collect<0>(consumer.sums[GROUP ? 1 : 0]);
+        wgmma_wait<0>(consumer.sums);
         release(true, previous);
-        if (there) finish(p, GROUP ? consumer.total : consumer.sums[0][0], of_outputs, strip * 16 + lane / 4, lane);
+        if (there) finish(p, consumer.sums, of_outputs, strip * 16 + lane / 4, lane);
     }
 }
 
@@ -305,11 +252,8 @@ __device__ __forceinline__ void produce(const TensorMap& x, const Params& p, Bar
         const u64 from = (u64)fill.block * p.strips + first;  // strips
         unsigned char* codes = ring + stage * size + X_BYTES;
         u64* full = &barriers.full[stage];
-        mbarrier_expect_if(leader, full, X_BYTES + count * (STRIP_BYTES + GROUPS * 64));
+        mbarrier_expect_if(leader, full, X_BYTES + count * STRIP_BYTES);
         copy_to_shared_if(leader, codes, p.words + from * (STRIP_BYTES / 4), count * STRIP_BYTES, full, policy);
-        if (GROUPS)
-            copy_to_shared_if(leader, codes + p.share * STRIP_BYTES, p.scales + from * (GROUPS * 16),
-                              count * GROUPS * 64, full, policy);
     });
 }
 

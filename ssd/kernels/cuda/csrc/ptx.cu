@@ -334,19 +334,12 @@ __device__ __forceinline__ u64 rows_descriptor(u32 at) {
 #define SUMS8(how, i) SUMS4(how, i), SUMS4(how, i + 4)
 #define SUMS16(how, i) SUMS8(how, i), SUMS8(how, i + 8)
 #define SUMS32(how, i) SUMS16(how, i), SUMS16(how, i + 16)
-#define WGMMA(count, columns, list, operands)                                                                 \
-    template <bool add>                                                                                       \
-    __device__ __forceinline__ void wgmma(float (&d)[count], const u32(&a)[4], u64 b) {                       \
-        if (add)                                                                                              \
-            asm volatile("{\n.reg .pred q;\nsetp.ne.b32 q, 1, 0;\nwgmma.mma_async.sync.aligned.m64n" #columns \
-                         "k16.f32.bf16.bf16 {" list "}, " operands ", q, 1, 1, 0;\n}"                         \
-                         : SUMS##count("+f", 0)                                                               \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                               \
-        else                                                                                                  \
-            asm volatile("{\n.reg .pred q;\nsetp.ne.b32 q, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #columns \
-                         "k16.f32.bf16.bf16 {" list "}, " operands ", q, 1, 1, 0;\n}"                         \
-                         : SUMS##count("=f", 0)                                                               \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                               \
+#define WGMMA(count, columns, list, operands)                                                              \
+    __device__ __forceinline__ void wgmma(float (&d)[count], const u32(&a)[4], u64 b) {                   \
+        asm volatile("{\n.reg .pred q;\nsetp.ne.b32 q, 1, 0;\nwgmma.mma_async.sync.aligned.m64n" #columns \
+                     "k16.f32.bf16.bf16 {" list "}, " operands ", q, 1, 1, 0;\n}"                         \
+                     : SUMS##count("+f", 0)                                                               \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                               \
     }
 // Likewise with a in shared memory by rows, as b is. What threads have written there is seen after `wgmma_sees`.
 __device__ __forceinline__ void wgmma_sees() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
