@@ -8,6 +8,7 @@ sends invalid messages costs speed, never a request.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -31,7 +32,7 @@ class ProcessDrafter(Drafter):
     """Drafts in the workers that `starts` launch, one each.
 
     A round waits for proposals at most 8 times as long as for the average reply (at first `patience` seconds), and not
-    for workers of which an earlier reply is overdue.
+    for workers of which an earlier reply is overdue. `on_demand`: they are launched when they are first asked for.
     """
 
     needs_tokens = True
@@ -48,6 +49,7 @@ class ProcessDrafter(Drafter):
         hang_limit: float = 5.0,
         start_limit: float = 600.0,
         cores: int = 0,
+        on_demand: bool = False,
     ) -> None:
         super().__init__()
         self.cores = cores
@@ -61,9 +63,9 @@ class ProcessDrafter(Drafter):
         self._round_seconds = 0.0  # duration of the last round
         self._watched = False  # an observer has asked for the branches of the last round
         self._all_hit = Average(15 / 16, 4.0, 4.0)  # share of rounds in which every draft had been prepared
-        limits = {"hang_limit": hang_limit, "start_limit": start_limit}
-        supervisors = [Supervisor("the drafter's process", start, clock=clock, **limits) for start in starts]
-        self.replicas = [DraftReplica(each, lookahead, vocab_size) for each in supervisors]
+        options = {"clock": clock, "hang_limit": hang_limit, "start_limit": start_limit, "on_demand": on_demand}
+        supervised = functools.partial(Supervisor, "the drafter's process", **options)
+        self.replicas = [DraftReplica(supervised(start), lookahead, vocab_size) for start in starts]
 
     @property
     def patience(self) -> float:
@@ -73,6 +75,8 @@ class ProcessDrafter(Drafter):
     def wait_ready(self, timeout: float) -> bool:
         """Waits until the workers can take rounds; False on timeout or if one is lost."""
         deadline = time.monotonic() + timeout
+        for each in self.replicas:
+            each.supervisor.running()  # launches one that is started on demand
         return all([each.available(max(0.0, deadline - time.monotonic())) for each in self.replicas])
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
