@@ -22,14 +22,13 @@ from ssd.drafting.arms import Arm
 from ssd.drafting.fan_out import RANKS
 from ssd.execution.batch import Batch
 from ssd.execution.runner import ModelRunner
-from ssd.execution.threads import num_cores
+from ssd.execution.threads import ThreadController, num_cores
 from ssd.kernels.cpu.threads import use_threads
 
 log = logging.getLogger("ssd")
 
 _FEWEST_CORES = 4  # with fewer, a draft has one
 _REPEATS = 5
-_FEW_REPEATS = 2  # a start waits for them, and rounds are measured later anyway
 
 
 def split_cores(config: EngineConfig, target: ModelRunner, draft: ModelRunner | None) -> SpeculationConfig:
@@ -80,12 +79,14 @@ def least_seconds(
     """
     if not times_passes(config) or target.features is not None:
         return None
-    speculation, cores, k = config.speculation, num_cores(), config.speculation.lookahead
-    verify, plain = (_seconds(target, rows, cores, _FEW_REPEATS) for rows in (k + 1, 1))
-    step = _seconds(draft, 1, cores, _FEW_REPEATS) if draft is not None else 0.0
+    speculation, k, load = config.speculation, config.speculation.lookahead, ThreadController()
+    _seconds(target, k + 1, num_cores(), 1)  # the first pass is slower; the load of the machine is measured meanwhile
+    cores = load.count(num_cores())
+    verify, plain = _seconds(target, k + 1, cores, 2), _seconds(target, 1, cores, 2)
+    step = _seconds(draft, 1, cores, 2) if draft is not None else 0.0
     sd, ssd = verify + k * step, verify + (k + 1) * step
     if draft is not None and speculation.placement == "process":
-        beside = _seconds(target, k + 1, max(1, cores - speculation.draft_cores), 1)
+        beside = _seconds(target, k + 1, max(1, min(cores, num_cores() - speculation.draft_cores)), 1)
         ssd = max(beside, (k + 1) * _seconds(draft, 1, speculation.draft_threads or 1, 1))
     log.info("ms of a round at least: ar %.1f, sd %.1f, ssd %.1f with k=%d", 1e3 * plain, 1e3 * sd, 1e3 * ssd, k)
     return lambda arm: plain + ((ssd if arm.width else sd) - plain) * arm.k / k

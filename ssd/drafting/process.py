@@ -8,7 +8,6 @@ sends invalid messages costs speed, never a request.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -63,9 +62,10 @@ class ProcessDrafter(Drafter):
         self._round_seconds = 0.0  # duration of the last round
         self._watched = False  # an observer has asked for the branches of the last round
         self._all_hit = Average(15 / 16, 4.0, 4.0)  # share of rounds in which every draft had been prepared
-        options = {"clock": clock, "hang_limit": hang_limit, "start_limit": start_limit, "on_demand": on_demand}
-        supervised = functools.partial(Supervisor, "the drafter's process", **options)
-        self.replicas = [DraftReplica(supervised(start), lookahead, vocab_size) for start in starts]
+        limits = {"hang_limit": hang_limit, "start_limit": start_limit}
+        name = "the drafter's process"
+        supervisors = [Supervisor(name, start, clock=clock, on_demand=on_demand, **limits) for start in starts]
+        self.replicas = [DraftReplica(each, lookahead, vocab_size) for each in supervisors]
 
     @property
     def patience(self) -> float:
