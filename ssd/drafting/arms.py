@@ -166,7 +166,7 @@ class ArmTimes:
         hopeful = [arm for arm in ssd if 1.0 + self.accepted(arm.k) > fastest * min(self.seconds[arm].last)]
         drafts = [arm for arm in self._others() if arm in self.least and not arm.width] if self.best == PLAIN else []
         self.untried = hopeful or [self.best, *drafts]
-        self.first_interval, self.rounds, self.thorough = 0, 0, True
+        self.first_interval, self.rounds, self.thorough, self.credit = 0, 0, True, 0.0
 
     def record(self, arm: Arm, seconds: float, *, comparable: bool = True) -> None:
         """Adds a round's time; `comparable`: False for one that was not like the rounds before it.
@@ -186,7 +186,7 @@ class ArmTimes:
             return
         usual = seconds / self.level
         self.credit += _TRIAL_SHARE * usual
-        if arm != self.best or not comparable:
+        if arm != self.best or (not comparable and self.trial is not None):
             self.credit -= self._lost(arm, usual)
         self.credit = max(self.credit, -_MAX_DEBT * _TRIAL_SHARE * usual)
         if comparable:
