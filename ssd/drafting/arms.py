@@ -142,7 +142,7 @@ class ArmTimes:
             self.best,
             level=None,
             ready=replace(self.ready),
-            untried=self._others(),
+            untried=self._others() or [self.best],
             first_interval=_NEW_SIZE_INTERVAL,
             least=self.least,
         )
@@ -228,17 +228,19 @@ class ArmTimes:
         self.seconds.setdefault(arm, TypicalSeconds()).last.clear()
 
     def _review(self) -> None:
-        """Measures the arm with the best optimistic speed again, once that costs no more than trials may."""
+        """Measures the arm with the best optimistic speed again, of those that cost no more than trials may."""
         self.tried[self.best] = self.trials
-        others = [arm for arm in self.arms if arm != self.best and self._can_win(arm)]
-        if not others:
-            return
-        fastest = self.speed(self.best)
-        arm = max(others, key=lambda arm: (self.speed(arm) or fastest) * _OPTIMISM ** -self.tried.get(arm, 0))
-        rounds = _SAMPLES if arm.width else _MIN_SAMPLES
-        if (rounds + SETTLING) * self._lost(arm, self._expected(arm)) <= self.credit:
-            self._try(arm)
+        others = [
+            arm for arm in self.arms if arm != self.best and self._can_win(arm) and self._trial_cost(arm) <= self.credit
+        ]
+        if others:
+            fastest = self.speed(self.best)
+            self._try(max(others, key=lambda arm: (self.speed(arm) or fastest) * _OPTIMISM ** -self.tried.get(arm, 0)))
             self.interval = min(2 * self.interval, _MAX_INTERVAL)
+
+    def _trial_cost(self, arm: Arm) -> float:
+        """Seconds that a trial is expected to lose."""
+        return ((_SAMPLES if arm.width else _MIN_SAMPLES) + SETTLING) * self._lost(arm, self._expected(arm))
 
     def _can_win(self, arm: Arm) -> bool:
         """Whether it could be the fastest: SD if all drafts were accepted, SSD if every outcome were prepared.
