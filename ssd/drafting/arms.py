@@ -245,7 +245,7 @@ class ArmTimes:
     def _can_win(self, arm: Arm) -> bool:
         """Whether it could be the fastest: SD if all drafts were accepted, SSD if every outcome were prepared.
 
-        Nothing is known of a draft that is never tried. SSD has the acceptance of SD, which is tried first.
+        The acceptance that SSD would have is learned from SD, which is tried first.
         """
         tokens = 1.0 + (self.accepted(arm.k) if arm.width else arm.k)
         return arm == PLAIN or tokens > self.speed(self.best) * self.least.get(arm, 0.0)
