@@ -80,14 +80,17 @@ def least_seconds(
     if not times_passes(config) or target.features is not None:
         return None
     speculation, k, load = config.speculation, config.speculation.lookahead, ThreadController()
-    _seconds(target, k + 1, num_cores(), 1)  # the first pass is slower; the load of the machine is measured meanwhile
+    first = _seconds(target, k + 1, num_cores(), 1)  # the load of the machine is measured meanwhile
     cores = load.count(num_cores())
-    verify, plain = _seconds(target, k + 1, cores, 2), _seconds(target, 1, cores, 2)
+    verify = min(first, _seconds(target, k + 1, cores, 1))
+    plain = _seconds(target, 1, cores, 2)
     step = _seconds(draft, 1, cores, 2) if draft is not None else 0.0
-    sd, ssd = verify + k * step, verify + (k + 1) * step
-    if draft is not None and speculation.placement == "process":
-        beside = _seconds(target, k + 1, max(1, min(cores, num_cores() - speculation.draft_cores)), 1)
-        ssd = max(beside, (k + 1) * _seconds(draft, 1, speculation.draft_threads or 1, 1))
+    sd, ssd = verify + k * step, verify + (k + 1) * step  # SSD in turns, unless the draft has free cores of its own
+    left = cores - speculation.draft_cores
+    if draft is not None and speculation.placement == "process" and left > 0:
+        ssd = (k + 1) * _seconds(draft, 1, speculation.draft_threads or 1, 1)
+        if ssd < verify * cores / left:  # else a verification on the cores that are left is no longer
+            ssd = max(ssd, _seconds(target, k + 1, left, 1))
     log.info("ms of a round at least: ar %.1f, sd %.1f, ssd %.1f with k=%d", 1e3 * plain, 1e3 * sd, 1e3 * ssd, k)
     return lambda arm: plain + ((ssd if arm.width else sd) - plain) * arm.k / k
 

@@ -132,6 +132,7 @@ def test_a_process_is_started_if_ssd_can_pay(monkeypatch: pytest.MonkeyPatch, ve
         raise OSError("no more processes")
 
     monkeypatch.setattr(cores, "num_cores", lambda: 2)
+    monkeypatch.setattr(cores, "ThreadController", lambda: SimpleNamespace(count=lambda limit: limit))
     monkeypatch.setattr(cores, "_seconds", seconds)
     monkeypatch.setattr(draft_workers, "Worker", start)
     speculation = {"mode": "auto", "draft": "tiny-llama-draft", "placement": "process"}
