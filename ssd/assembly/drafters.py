@@ -18,8 +18,11 @@ from ssd.drafting.ngram import NgramDrafter
 from ssd.execution.runner import ModelRunner
 
 
-def make_drafter(config: EngineConfig, runner: ModelRunner | None, target: ModelRunner) -> Drafter:
-    """`config`: the user's, with the target's `max_model_len`. `runner`: that of a draft in this process."""
+def make_drafter(config: EngineConfig, runner: ModelRunner | None, target: ModelRunner, *, on_demand: bool) -> Drafter:
+    """`config`: the user's, with the target's `max_model_len`. `runner`: that of a draft in this process.
+
+    `on_demand`: processes of a mode that may not pay are started when it is first tried.
+    """
     speculation = config.speculation
     model: DraftSource | None = None
     if runner is not None and target.features is not None:
@@ -29,7 +32,8 @@ def make_drafter(config: EngineConfig, runner: ModelRunner | None, target: Model
     workers = start_workers(config, target.state) if speculation.placement == "process" else None
     least = least_seconds(config, target, runner)
     drafter = drafter_of(model, speculation, workers, least)
-    if least is not None and workers is not None and isinstance(drafter, DepthController) and drafter.arm.width:
+    first = drafter.arm.mode if isinstance(drafter, DepthController) else speculation.mode
+    if least is not None and workers is not None and (first == "ssd" or not on_demand):
         await_workers(workers)
     return drafter
 

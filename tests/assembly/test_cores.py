@@ -135,7 +135,8 @@ def test_a_process_is_started_if_ssd_can_pay(monkeypatch: pytest.MonkeyPatch, ve
     monkeypatch.setattr(cores, "ThreadController", lambda: SimpleNamespace(count=lambda limit: limit))
     monkeypatch.setattr(cores, "_seconds", seconds)
     monkeypatch.setattr(draft_workers, "Worker", start)
-    speculation = {"mode": "auto", "draft": "tiny-llama-draft", "placement": "process"}
+    monkeypatch.setattr(placement, "num_cores", lambda: 2)
+    speculation = {"mode": "auto", "draft": "tiny-llama-draft"}
     with LLM("tiny-llama", device="cpu", speculation=speculation) as llm:
         assert bool(started) == needed
         params = SamplingParams(max_new_tokens=64, ignore_eos=True)
