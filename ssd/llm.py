@@ -72,7 +72,8 @@ class LLM:
         torch.set_num_threads(before)
         self._refusals = itertools.count()
         drafter = engine.round.drafter
-        if self.config.speculation.mode == "auto" and isinstance(drafter, DepthController) and engine.max_model_len > 1:
+        auto = self.config.speculation.mode == "auto" and engine.max_model_len > 1
+        if auto and isinstance(drafter, DepthController) and not drafter.timed:
             measure_modes(self.driver, drafter)
 
     @property

@@ -56,6 +56,7 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     if draft is not None:
         degree = config.speculation.draft_tensor_parallel_size
         check_split(draft.config, degree, "speculation draft_tensor_parallel_size")
+    on_demand = config.speculation.placement == "auto"  # who names a process has it from the start
     speculation = placed(
         config.speculation,
         device,
@@ -74,7 +75,7 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     ranks = Ranks(_for_ranks(config), device) if config.tensor_parallel_size > 1 else None
     try:
         with torch.cuda.device(device) if device.index is not None else nullcontext():
-            return _assemble(config, checkpoint, here, tokenizer, device, ranks)
+            return _assemble(config, checkpoint, here, tokenizer, device, ranks, on_demand=on_demand)
     except BaseException:
         if ranks is not None:
             ranks.close()
@@ -95,8 +96,10 @@ def _assemble(
     tokenizer: Tokenizer,
     device: torch.device,
     ranks: Ranks | None,
+    *,
+    on_demand: bool,
 ) -> tuple[Engine, EngineConfig]:
-    """`draft`: that of this process."""
+    """`draft`: that of this process. `on_demand`: see `make_drafter`."""
     try:
         place = ranks.place if ranks is not None else Place()
         runner, draft_runner, max_model_len = build_runners(config, checkpoint, draft, device, place)
@@ -131,7 +134,8 @@ def _assemble(
     longest = possible_length(config, checkpoint.config.max_position, max_model_len, device)
     config = replace(config, speculation=split_cores(config, runner, draft_runner))
     # A draft on another device chooses its own dtype and memory; sequences are as long as the target's.
-    drafter = make_drafter(replace(config, max_model_len=max_model_len), draft_runner, runner)
+    limited = replace(config, max_model_len=max_model_len)
+    drafter = make_drafter(limited, draft_runner, runner, on_demand=on_demand)
     dtype = str(runner.decoder.dtype).removeprefix("torch.")
     config = replace(config, dtype=dtype, max_model_len=max_model_len, num_kv_blocks=runner.num_blocks)  # type: ignore[arg-type]
     config = replace(config, max_num_batched_tokens=scheduler.max_num_batched_tokens, block_size=runner.block_size)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ssd.assembly.cores import times_passes
 from ssd.assembly.device import make_current, rank_device, resolve_device
 from ssd.assembly.draft_models import load_draft
 from ssd.assembly.draft_runners import make_draft_model, make_fan_out, ssd_drafter
@@ -18,7 +19,6 @@ from ssd.assembly.models import make_runner, make_state
 from ssd.assembly.open import absolute_path, open_checkpoint
 from ssd.assembly.ranks import Follower, Place, Ranks
 from ssd.config import EngineConfig
-from ssd.decoding.drafter import Drafter
 from ssd.drafting.late import LateBindingDrafter
 from ssd.drafting.process import ProcessDrafter
 from ssd.drafting.worker import WorkerDrafter
@@ -33,15 +33,17 @@ log = logging.getLogger("ssd")
 _WORKER_START_SECONDS = 120.0
 
 
-def start_workers(config: EngineConfig, state: SequenceState) -> Drafter:
+def start_workers(config: EngineConfig, state: SequenceState) -> ProcessDrafter:
     """A drafter in workers, one for each replica, on `draft_device` and the GPUs after it. `state`: the target's.
 
-    What `config` leaves open (dtype, KV blocks, batch size) a worker chooses for its own device.
+    What `config` leaves open (dtype, KV blocks, batch size) a worker chooses for its own device. Where it is not known
+    yet that a mode which needs them can pay, they are launched when it is first tried.
     """
     draft = absolute_path(str(config.speculation.draft))  # for a worker that is started again from another directory
     in_flight = kernels(state.device).draft_table is not None and config.speculation.acceptance == "coupled"
     backup = "jit" if in_flight else config.speculation.backup  # in flight it is chosen here, not by the worker
     speculation = config.speculation
+    on_demand = times_passes(config)
     config = replace(config, speculation=replace(speculation, mode="ssd", draft=draft, backup=backup))
     first = torch.device(str(speculation.draft_device))
 
@@ -57,7 +59,11 @@ def start_workers(config: EngineConfig, state: SequenceState) -> Drafter:
         drafter = LateBindingDrafter(starts, k, state, budget=budget, backup=speculation.backup)
     else:
         cores = speculation.draft_cores if first.type == state.device.type == "cpu" else 0
-        drafter = ProcessDrafter(starts, k, state.vocab_size, budget=budget, cores=cores)
+        drafter = ProcessDrafter(starts, k, state.vocab_size, budget=budget, cores=cores, on_demand=on_demand)
+    return drafter if on_demand else await_workers(drafter)
+
+
+def await_workers(drafter: ProcessDrafter) -> ProcessDrafter:
     logging.getLogger("ssd.loading").info("starting the drafter's process")
     if not drafter.wait_ready(_WORKER_START_SECONDS):
         log.warning("the drafter's process is not ready yet: decoding begins without it")

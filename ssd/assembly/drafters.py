@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from ssd.assembly.cores import least_seconds
 from ssd.assembly.draft_runners import make_draft_model, make_eagle_model, make_fan_out, ssd_drafter
-from ssd.assembly.draft_workers import start_workers
+from ssd.assembly.draft_workers import await_workers, start_workers
 from ssd.assembly.placement import prepares_here
 from ssd.config import EngineConfig, SpeculationConfig
 from ssd.decoding.drafter import Drafter
-from ssd.drafting.arms import DEPTHS, make_arms
+from ssd.drafting.arms import DEPTHS, Arm, make_arms
 from ssd.drafting.controller import DepthController
 from ssd.drafting.custom import CustomDrafter
 from ssd.drafting.model import DraftSource, ModelDrafter
@@ -15,8 +18,11 @@ from ssd.drafting.ngram import NgramDrafter
 from ssd.execution.runner import ModelRunner
 
 
-def make_drafter(config: EngineConfig, runner: ModelRunner | None, target: ModelRunner) -> Drafter:
-    """`config`: the user's, with the target's `max_model_len`. `runner`: that of a draft in this process."""
+def make_drafter(config: EngineConfig, runner: ModelRunner | None, target: ModelRunner, *, on_demand: bool) -> Drafter:
+    """`config`: the user's, with the target's `max_model_len`. `runner`: that of a draft in this process.
+
+    `on_demand`: processes of a mode that may not pay are started when it is first tried.
+    """
     speculation = config.speculation
     model: DraftSource | None = None
     if runner is not None and target.features is not None:
@@ -24,11 +30,21 @@ def make_drafter(config: EngineConfig, runner: ModelRunner | None, target: Model
     elif runner is not None:
         model = make_draft_model(config, runner, make_fan_out(speculation), target)
     workers = start_workers(config, target.state) if speculation.placement == "process" else None
-    return drafter_of(model, speculation, workers)
+    least = least_seconds(config, target, runner)
+    drafter = drafter_of(model, speculation, workers, least)
+    first = drafter.arm.mode if isinstance(drafter, DepthController) else speculation.mode
+    if least is not None and workers is not None and (first == "ssd" or not on_demand):
+        await_workers(workers)
+    return drafter
 
 
-def drafter_of(model: DraftSource | None, speculation: SpeculationConfig, workers: Drafter | None = None) -> Drafter:
-    """The drafter of these options; `workers`: the one in processes of its own.
+def drafter_of(
+    model: DraftSource | None,
+    speculation: SpeculationConfig,
+    workers: Drafter | None = None,
+    least: Callable[[Arm], float] | None = None,
+) -> Drafter:
+    """The drafter of these options; `workers`: the one in processes of its own, `least`: see `least_seconds`.
 
     A DepthController chooses where `mode`, `k` or `budget` is "auto".
     """
@@ -46,7 +62,8 @@ def drafter_of(model: DraftSource | None, speculation: SpeculationConfig, worker
         return drafters[speculation.mode]
     depths = DEPTHS if speculation.k == "auto" else (speculation.lookahead,)
     modes = ("ar", *drafters) if "auto" in (speculation.mode, speculation.k) else (speculation.mode,)
-    return DepthController(drafters, make_arms(modes, depths, speculation.budgets))
+    arms = make_arms(modes, depths, speculation.budgets)
+    return DepthController(drafters, arms, {arm: least(arm) for arm in arms} if least is not None else None)
 
 
 def _modelless(speculation: SpeculationConfig) -> Drafter:

@@ -8,7 +8,7 @@ time to time, as often as that costs a small share of the time. Knows nothing of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -22,6 +22,7 @@ _SAMPLES, _MOST_SAMPLES = 12, 48  # that measure SSD, whose rounds vary, and the
 _HOPELESS = 0.85  # share of the fastest other arm's speed below which fewer are enough: one, or _MIN_SAMPLES of SSD
 _CLOSE = 0.08  # difference to that speed up to which _MOST_SAMPLES are measured instead of _SAMPLES
 SETTLING = 1  # rounds after a change of arm that are not measured, besides those in flight
+RECORDING = 3  # first rounds of an arm on a CPU that are not measured: its steps are recorded in them
 _MAX_TRIAL = 64  # rounds after which a trial is given up: its drafter has not caught up
 _TRIAL_SHARE = 0.01  # of the time that trials may lose
 _MAX_DEBT = 512  # rounds after which there may be trials again, whatever the last ones have lost
@@ -111,6 +112,7 @@ class ArmTimes:
     trials: int = 0
     tried: dict[Arm, int] = field(default_factory=dict)  # number of the trial in which each arm was last measured
     credit: float = 0.0  # seconds that trials may lose by now
+    least: Mapping[Arm, float] = field(default_factory=dict)  # seconds of a round at least, where that is known
 
     def __post_init__(self) -> None:
         if not self.untried:
@@ -140,28 +142,31 @@ class ArmTimes:
             self.best,
             level=None,
             ready=replace(self.ready),
-            untried=self._others(),
+            untried=self._others() or [self.best],
             first_interval=_NEW_SIZE_INTERVAL,
+            least=self.least,
         )
 
     def _others(self) -> list[Arm]:
         """The fastest known arm of each mode but the best arm's."""
-        known = sorted((self.speed(arm), arm) for arm, s in self.seconds.items() if s.mean)
+        known = sorted((self.speed(arm), arm) for arm, s in self.seconds.items() if s.mean and self._can_win(arm))
         fastest = {arm.mode: arm for _, arm in known}
         return [arm for mode, arm in fastest.items() if mode != self.best.mode]
 
     def forget_text(self) -> None:
         """Keeps the times, and measures with the next text what depends on it: how many tokens a round has.
 
-        With SSD, from which that of SD is known, too, unless SSD would be slower even without a miss.
+        With SSD, from which that of SD is known, too, unless SSD would be slower even without a miss. Where plain
+        decoding is expected to be the fastest, SD is tried if it is known to be faster when all drafts are accepted.
         """
         self.ready = _new_ready()
         self.best = self._best()
         fastest = self.speed(self.best)
         ssd = sorted((arm for arm, s in self.seconds.items() if arm.width and s.last), key=self.speed)[-1:]
         hopeful = [arm for arm in ssd if 1.0 + self.accepted(arm.k) > fastest * min(self.seconds[arm].last)]
-        self.untried = hopeful or [self.best]
-        self.first_interval, self.rounds, self.thorough = 0, 0, True
+        drafts = [arm for arm in self._others() if arm in self.least and not arm.width] if self.best == PLAIN else []
+        self.untried = hopeful or [self.best, *drafts]
+        self.first_interval, self.rounds, self.thorough, self.credit = 0, 0, True, 0.0
 
     def record(self, arm: Arm, seconds: float, *, comparable: bool = True) -> None:
         """Adds a round's time; `comparable`: False for one that was not like the rounds before it.
@@ -181,7 +186,7 @@ class ArmTimes:
             return
         usual = seconds / self.level
         self.credit += _TRIAL_SHARE * usual
-        if arm != self.best or not comparable:
+        if arm != self.best or (not comparable and self.trial is not None):
             self.credit -= self._lost(arm, usual)
         self.credit = max(self.credit, -_MAX_DEBT * _TRIAL_SHARE * usual)
         if comparable:
@@ -223,17 +228,27 @@ class ArmTimes:
         self.seconds.setdefault(arm, TypicalSeconds()).last.clear()
 
     def _review(self) -> None:
-        """Measures the arm with the best optimistic speed again, once that costs no more than trials may."""
+        """Measures the arm with the best optimistic speed again, of those that cost no more than trials may."""
         self.tried[self.best] = self.trials
-        others = [arm for arm in self.arms if arm != self.best]
-        if not others:
-            return
-        fastest = self.speed(self.best)
-        arm = max(others, key=lambda arm: (self.speed(arm) or fastest) * _OPTIMISM ** -self.tried.get(arm, 0))
-        rounds = _SAMPLES if arm.width else _MIN_SAMPLES
-        if (rounds + SETTLING) * self._lost(arm, self._expected(arm)) <= self.credit:
-            self._try(arm)
+        others = [
+            arm for arm in self.arms if arm != self.best and self._can_win(arm) and self._trial_cost(arm) <= self.credit
+        ]
+        if others:
+            fastest = self.speed(self.best)
+            self._try(max(others, key=lambda arm: (self.speed(arm) or fastest) * _OPTIMISM ** -self.tried.get(arm, 0)))
             self.interval = min(2 * self.interval, _MAX_INTERVAL)
+
+    def _trial_cost(self, arm: Arm) -> float:
+        """Seconds that a trial is expected to lose."""
+        return ((_SAMPLES if arm.width else _MIN_SAMPLES) + SETTLING) * self._lost(arm, self._expected(arm))
+
+    def _can_win(self, arm: Arm) -> bool:
+        """Whether it could be the fastest: SD if all drafts were accepted, SSD if every outcome were prepared.
+
+        The acceptance that SSD would have is learned from SD, which is tried first.
+        """
+        tokens = 1.0 + (self.accepted(arm.k) if arm.width else arm.k)
+        return arm == PLAIN or tokens > self.speed(self.best) * self.least.get(arm, 0.0)
 
     def _lost(self, arm: Arm, seconds: float) -> float:
         """Seconds that a round of an arm loses if it takes `seconds`: the best arm's tokens would come earlier."""
@@ -250,7 +265,7 @@ class ArmTimes:
     def _measured(self, arm: Arm) -> bool:
         count, other = len(self.seconds[arm].last), max([0.0, *(self.speed(a) for a in self.arms if a != arm)])
         ratio = self.speed(arm) / other if other else 1.0
-        if ratio < _HOPELESS and not self.thorough:
+        if ratio < _HOPELESS and not (self.thorough and (arm.width or arm == self.best or arm not in self.least)):
             return count >= (_MIN_SAMPLES if arm.width else 1)
         if not arm.width and not (arm.k and self.thorough):
             return count >= _MIN_SAMPLES

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from ssd.core import MODEL_WRITTEN, Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Confidence, Drafter, DrafterStats, PerRound, Prepared, never
-from ssd.drafting.arms import PLAIN, SETTLING, AcceptanceRates, Arm, ArmTimes
+from ssd.drafting.arms import PLAIN, RECORDING, SETTLING, AcceptanceRates, Arm, ArmTimes
+from ssd.drafting.estimate import TypicalSeconds
 from ssd.execution.clock import Clock
 
 log = logging.getLogger("ssd")
@@ -35,10 +37,13 @@ class DepthController(Drafter):
     """Wraps the drafters of the modes, and chooses mode, draft length and number of branches of every round.
 
     `drafters`: by mode; AR needs none. A drafter is told of its own rounds only. Before its first round after a rest it
-    catches up with the sequences, while the rounds of another go on.
+    catches up with the sequences, while the rounds of another go on. `least`: seconds of a round of each arm with one
+    sequence and nothing but forward passes, if they were measured: the choice begins with them.
     """
 
-    def __init__(self, drafters: Mapping[str, Drafter], arms: list[Arm]) -> None:
+    def __init__(
+        self, drafters: Mapping[str, Drafter], arms: list[Arm], least: Mapping[Arm, float] | None = None
+    ) -> None:
         self._drafters = {"ar": Drafter(), **drafters}
         self.inner = list(dict.fromkeys(drafters.values()))
         super().__init__()
@@ -48,10 +53,12 @@ class DepthController(Drafter):
         self._rounds: PerRound[_Round] = PerRound()
         self._last: tuple[int, Arm] | None = None  # size and arm of the last round; None: it had prefill chunks
         self._num_alike = 0  # rounds in a row of that size and arm
+        self._used: Counter[tuple[int, Arm] | None] = Counter()  # rounds of each
         self._rested = dict.fromkeys(self._drafters.values(), _SHORT_REST + 1)  # rounds since each drafter's last one
         self._next: Arm | None = None  # the arm whose drafter catches up
         self._chosen: dict[int, Arm] = {}  # by batch size, as logged
-        self._take(ArmTimes(arms, self._rates.accepted).best)
+        self.timed = least is not None  # otherwise rounds have to be measured
+        self._take((self._of_passes(least) if least else ArmTimes(arms, self._rates.accepted)).untried[0])
         self._rested[self._drafter] = 0
         self._proposer = self._drafter  # of the last round; `prepare` may choose another one for the next
 
@@ -92,7 +99,9 @@ class DepthController(Drafter):
         key = None if _has_prefill(works) else (size, arm)
         self._num_alike = self._num_alike + 1 if key is not None and key == self._last else 0
         self._last = key
-        settled = self._next is None and self._num_alike >= SETTLING + len(self._rounds)
+        self._used[key] += 1
+        recorded = not self.timed or self._used[key] > RECORDING
+        settled = self._next is None and recorded and self._num_alike >= SETTLING + len(self._rounds)
         self._rounds.put(works, _Round(drafter, size, arm, settled))
         self._rested = {each: 0 if each is drafter else rest + 1 for each, rest in self._rested.items()}
         if self._next is not None and self._drafters[self._next.mode].catch_up(works):
@@ -190,6 +199,14 @@ class DepthController(Drafter):
             log.info(
                 "batches of up to %d: %s; expected tokens/s of a sequence: %s", 1 << size, times.best, ", ".join(others)
             )
+
+    def _of_passes(self, least: Mapping[Arm, float]) -> ArmTimes:
+        seconds = {arm: TypicalSeconds() for arm in self._arms}
+        for arm, typical in seconds.items():
+            typical.add(least[arm])
+        times = self._times[0] = ArmTimes(self._arms, self._rates.accepted, seconds, level=None, least=least)
+        times.forget_text()
+        return times
 
     def _times_of(self, size: int) -> ArmTimes:
         if size not in self._times:

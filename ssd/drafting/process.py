@@ -31,7 +31,7 @@ class ProcessDrafter(Drafter):
     """Drafts in the workers that `starts` launch, one each.
 
     A round waits for proposals at most 8 times as long as for the average reply (at first `patience` seconds), and not
-    for workers of which an earlier reply is overdue.
+    for workers of which an earlier reply is overdue. `on_demand`: they are launched when they are first asked for.
     """
 
     needs_tokens = True
@@ -48,6 +48,7 @@ class ProcessDrafter(Drafter):
         hang_limit: float = 5.0,
         start_limit: float = 600.0,
         cores: int = 0,
+        on_demand: bool = False,
     ) -> None:
         super().__init__()
         self.cores = cores
@@ -62,7 +63,8 @@ class ProcessDrafter(Drafter):
         self._watched = False  # an observer has asked for the branches of the last round
         self._all_hit = Average(15 / 16, 4.0, 4.0)  # share of rounds in which every draft had been prepared
         limits = {"hang_limit": hang_limit, "start_limit": start_limit}
-        supervisors = [Supervisor("the drafter's process", start, clock=clock, **limits) for start in starts]
+        name = "the drafter's process"
+        supervisors = [Supervisor(name, start, clock=clock, on_demand=on_demand, **limits) for start in starts]
         self.replicas = [DraftReplica(each, lookahead, vocab_size) for each in supervisors]
 
     @property
@@ -73,6 +75,8 @@ class ProcessDrafter(Drafter):
     def wait_ready(self, timeout: float) -> bool:
         """Waits until the workers can take rounds; False on timeout or if one is lost."""
         deadline = time.monotonic() + timeout
+        for each in self.replicas:
+            each.supervisor.running()  # launches one that is started on demand
         return all([each.available(max(0.0, deadline - time.monotonic())) for each in self.replicas])
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:

@@ -28,6 +28,8 @@ class _Due:
 class Supervisor:
     """Keeps one process running; `start` launches it, at first and after every loss. `name`: for the log.
 
+    `on_demand`: it is launched by the first call of `running`, not now.
+
     `send` and `receive` raise WireError or OSError if the channel fails, if an invalid message comes, or if the message
     that is due is not transferred for `hang_limit` seconds (`start_limit` before the process is ready). The caller then
     calls `lose`.
@@ -41,6 +43,7 @@ class Supervisor:
         clock: Callable[[], float],
         hang_limit: float,
         start_limit: float,
+        on_demand: bool = False,
     ) -> None:
         self.hang_limit = hang_limit
         self.start_limit = start_limit
@@ -54,7 +57,8 @@ class Supervisor:
         self._restart_at = 0.0
         self._pause = SHORTEST_PAUSE
         self._closed = False
-        self._launch()
+        if not on_demand:
+            self._launch()
 
     @property
     def pid(self) -> int | None:
@@ -79,13 +83,13 @@ class Supervisor:
         return self._due.kind if self._due is not None else None
 
     def running(self) -> bool:
-        """Whether there is a process. A lost one is replaced here once its pause is over; False until the next call."""
+        """Whether there is a process. If not it is launched here, a lost one once its pause is over; False even so."""
         if self._worker is not None:
             return True
         exited = self._lost is None or self._lost.exited  # which frees its memory and device
         if exited and not self._closed and self._clock() >= self._restart_at:
             self._lost = None
-            self.restarts += 1
+            self.restarts += self.failures > 0
             self._launch()
         return False
 

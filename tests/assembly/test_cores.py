@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from ssd import LLM, SamplingParams
-from ssd.assembly import cores, placement
+from ssd.assembly import cores, draft_workers, placement
 from ssd.assembly.open import open_checkpoint
 from ssd.config import EngineConfig, SpeculationConfig
+from ssd.drafting.arms import PLAIN, Arm
 
 K, BRANCHES = 3, 16
 
@@ -92,6 +93,71 @@ def test_a_small_quantised_draft_on_a_gpu_becomes_floats(draft: str, options: di
     wanted = SpeculationConfig(mode="sd", draft=draft, **options)
     assert placement.sized(wanted, open_checkpoint(draft), torch.device("cuda")).draft_quantization == form
     assert placement.sized(wanted, open_checkpoint(draft), torch.device("cpu")) == wanted
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cores, on which a pass over 1 + n rows of the target takes 1 + n / 4 s, one of the draft 0.5 s."""
+
+    def seconds(measured: Any, rows: int, threads: int, repeats: int = 1) -> float:
+        cost = 1.0 + (rows - 1) / 4 if hasattr(measured, "features") else 0.5
+        return 2 * cost / threads
+
+    monkeypatch.setattr(cores, "num_cores", lambda: 2)
+    monkeypatch.setattr(cores, "ThreadController", lambda: SimpleNamespace(count=lambda limit: limit))
+    monkeypatch.setattr(cores, "_seconds", seconds)
+
+
+@pytest.mark.parametrize(
+    ("options", "sd", "ssd"),
+    [
+        ({}, 2.0 + 4 * 0.5, 5 * 1.0),  # a verification of 5 rows and 4 steps; 5 steps on one core take longer than it
+        ({"k": "auto"}, (1 + 4 / 4) + 4 * 0.5, (1 + 9.0) / 2),  # half of what 8 tokens take
+        ({"placement": "inline"}, 2.0 + 4 * 0.5, 2.0 + 5 * 0.5),
+    ],
+)
+def test_rounds_take_the_time_of_their_passes(passes: None, options: dict[str, Any], sd: float, ssd: float) -> None:
+    """Catches passes that are forgotten, and a target that has the cores of the draft."""
+    target: Any = SimpleNamespace(features=None)
+    speculation = {"mode": "auto", "draft": "d", "k": 4, "placement": "process"} | options
+    least = cores.least_seconds(EngineConfig("m", device="cpu", speculation=speculation), target, runner("draft"))  # type: ignore[arg-type]
+    assert least is not None
+    assert [least(arm) for arm in (PLAIN, Arm(4, 0), Arm(4, 16))] == pytest.approx([1.0, sd, ssd])
+
+
+def test_passes_are_no_measure_of_rounds_on_a_gpu_with_ranks_or_a_head(passes: None) -> None:
+    speculation = {"mode": "auto", "draft": "d", "placement": "process"}
+    for features, options in ((None, {"device": "cuda"}), (None, {"tensor_parallel_size": 2}), ("head", {})):
+        target: Any = SimpleNamespace(features=features)
+        config = EngineConfig("m", **{"device": "cpu", "speculation": speculation} | options)  # type: ignore[arg-type]
+        assert cores.least_seconds(config, target, runner("draft")) is None
+
+
+@pytest.mark.parametrize(("verify", "needed"), [(10.0, False), (1.1, True)])
+def test_a_process_is_started_if_ssd_can_pay(monkeypatch: pytest.MonkeyPatch, verify: float, needed: bool) -> None:
+    """`verify`: plain steps that a verification takes. Catches a second draft model in memory that is never used."""
+    targets, started = list[Any](), list[Any]()
+
+    def seconds(measured: Any, rows: int, *_: int) -> float:
+        targets.extend([] if targets else [measured])
+        return 0.1 if measured is not targets[0] else verify if rows > 1 else 1.0
+
+    def start(setup: Any) -> Any:
+        started.append(setup)
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(cores, "num_cores", lambda: 2)
+    monkeypatch.setattr(cores, "ThreadController", lambda: SimpleNamespace(count=lambda limit: limit))
+    monkeypatch.setattr(cores, "_seconds", seconds)
+    monkeypatch.setattr(draft_workers, "Worker", start)
+    monkeypatch.setattr(placement, "num_cores", lambda: 2)
+    speculation = {"mode": "auto", "draft": "tiny-llama-draft"}
+    with LLM("tiny-llama", device="cpu", speculation=speculation) as llm:
+        assert bool(started) == needed
+        params = SamplingParams(max_new_tokens=64, ignore_eos=True)
+        assert len(llm.generate("The old man", params)[0].token_ids) == 64
+        assert bool(started) == needed
+        assert needed or set(llm.engine.round.drafter.stats.rounds) == {"ar"}
 
 
 @pytest.mark.slow

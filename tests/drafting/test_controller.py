@@ -144,6 +144,22 @@ def test_ssd_is_not_judged_by_misses_in_a_text_that_is_forgotten(seed: int) -> N
     assert sum(arm.mode == "ar" for arm in taken) <= 3
 
 
+def test_rounds_around_prompts_put_off_no_trial() -> None:
+    """Catches a choice of the start that is never checked: what varies in rounds of the best arm is no trial's loss.
+
+    Plain rounds took twice as long at the start. Every other round is not comparable, as after a prompt.
+    """
+    times, taken = fresh(MODES), []
+    seconds = {"ar": 2.0, "sd": 3.0, "ssd": 6.0}
+    arms_taken(times, lambda arm: seconds[arm.mode], 300)
+    assert times.best.mode == "sd"
+    seconds["ar"] = 0.8
+    for i in range(600):
+        taken.append(times.choose())
+        times.record(taken[-1], seconds[taken[-1].mode] * (1.2 if i % 4 < 2 else 0.8), comparable=i % 2 > 0)
+    assert taken[-100:].count(PLAIN) > 90
+
+
 def test_the_shortest_draft_is_as_good_as_none() -> None:
     """Catches plain decoding that is preferred to a little faster drafts: with one K there is nothing to penalise."""
     times = fresh(make_arms(("ar", "sd"), (4,), ()))
@@ -337,6 +353,69 @@ def test_times_are_kept_for_the_sizes_that_were_measured() -> None:
     controller.forget_text()
     assert set(controller._times) == {0, 3}
     assert {arm.mode for arm in rounds(inner, controller, lambda arm: slow[arm.mode], 24, batch=8)} == {"sd"}
+
+
+class Rested(Fake):
+    """Counts the rounds that it is to catch up in: the first one starts its process."""
+
+    caught_up = 0
+    share = 1.0  # of a draft's tokens, that stand
+
+    def catch_up(self, works: Seq[Work]) -> bool:
+        self.caught_up += 1
+        return True
+
+    def stands(self, work: Work) -> int:
+        return round(self.share * work.proposal.num_tokens)
+
+
+def timed(sd: float, ssd: float, share: float = 1.0) -> tuple[Rested, Rested, DepthController]:
+    """The drafters of SD and SSD, and a controller that knows the least seconds of their rounds; plain ones take 1."""
+    drafters = Rested(), Rested()
+    for each in drafters:
+        each.share = share
+    least = dict(zip(MODES, (1.0, sd, ssd), strict=True))
+    return *drafters, DepthController({"sd": drafters[0], "ssd": drafters[1]}, MODES, least)
+
+
+def test_a_mode_that_cannot_pay_is_never_tried() -> None:
+    """Catches trials of SD whose five tokens a round would take the time of six plain ones, and a process for SSD."""
+    sd, ssd, controller = timed(6.0, 9.0)
+    assert set(rounds(sd, controller, lambda arm: 1.0, 600)) == {PLAIN}
+    assert (sd.caught_up, ssd.caught_up, sd.calls, ssd.calls) == (0, 0, [], [])
+    assert set(rounds(sd, controller, lambda arm: 2.0, 200, batch=4)) == {PLAIN}
+
+
+def test_a_trial_of_sd_is_short_and_shows_that_ssd_cannot_pay() -> None:
+    """Catches a first answer that trials make slow: with all drafts accepted both modes would be faster."""
+    sd, ssd, controller = timed(3.6, 4.0, share=0.25)
+    tokens, seconds = 0, 0.0
+    for arm in rounds(sd, controller, lambda arm: {"ar": 1.0, "sd": 3.6}[arm.mode], 100):
+        tokens, seconds = tokens + 1 + (arm.k > 0), seconds + (3.6 if arm.k else 1.0)
+    assert tokens / seconds > 0.92
+    assert 3 < sd.calls.count("propose") < 7
+    assert ssd.caught_up == 0
+    more = [arm.mode for arm in rounds(sd, controller, lambda arm: {"ar": 1.0, "sd": 3.6}[arm.mode], 3000)]
+    assert 0 < more.count("sd") < 40  # another text may be easier
+    assert (more.count("ssd"), ssd.caught_up) == (0, 0)
+
+
+def test_sd_is_found_where_plain_decoding_is_expected_to_be_faster() -> None:
+    """Three tokens a round are expected at first; here it is five. The first rounds of SD do not count."""
+    sd, ssd, controller = timed(3.6, 9.0)
+    times = itertools.chain([9.0] * 3, itertools.repeat(3.6))
+    taken = [arm.mode for arm in rounds(sd, controller, lambda arm: next(times) if arm.k else 1.0, 120)]
+    assert taken[:4] == ["ar"] * 4
+    assert taken[-60:].count("sd") > 50
+    assert ssd.caught_up == 0
+
+
+def test_ssd_is_the_first_choice_where_its_rounds_are_short() -> None:
+    """Its process is started before the first request, then."""
+    _, ssd, controller = timed(2.4, 1.2)
+    assert controller.arm.mode == "ssd"
+    taken = [arm.mode for arm in rounds(ssd, controller, lambda arm: {"ar": 1.0, "sd": 2.4, "ssd": 1.2}[arm.mode], 200)]
+    assert taken.count("ssd") > 180
 
 
 def test_a_new_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

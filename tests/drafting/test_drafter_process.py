@@ -979,6 +979,27 @@ def test_a_worker_runs_no_code_of_the_current_directory(tmp_path: Path) -> None:
     assert (done.stdout.strip(), done.stderr) == (ssd.__file__, "")
 
 
+def test_workers_are_launched_on_demand() -> None:
+    """Catches a process for a mode that is never tried, and a first launch that counts as a restart."""
+    launched: list[Worker] = []
+
+    def start() -> Worker:
+        launched.append(Worker({}, [sys.executable, "-c", "import time; time.sleep(60)"]))
+        return launched[-1]
+
+    drafter = ProcessDrafter([start, start], LOOKAHEAD, VOCAB, on_demand=True)
+    sequence = make_sequence([1, 2], id=1)
+    drafter.observe([], [], 1.0)
+    drafter.forget(sequence)
+    assert not launched
+    assert not drafter.catch_up([Work(sequence, 1, 1)])
+    assert len(launched) == 2
+    assert not drafter.catch_up([Work(sequence, 1, 1)])
+    assert [(each.supervisor.restarts, each.supervisor.failures) for each in drafter.replicas] == [(0, 0)] * 2
+    assert len(launched) == 2
+    drafter.close()
+
+
 def test_a_worker_chooses_for_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a draft that gets the target's dtype, block size or number of blocks; what the user says is for both."""
     configs: list[EngineConfig] = []
