@@ -10,9 +10,9 @@ Ours and what is used (on a GPU ours or cuBLASLt's, whichever was measured to be
 not be. The gate/up product includes its activation, except for torch's. The last columns are weights read per second
 and operations per second of what is used. Each product runs over so many copies of its weight that no cache holds them
 all; on a GPU in one CUDA graph: launches do not count. With --quantization: the layers' weights in these formats (those
-of float weights that are rounded, or random codes as published files have them); `layer` is all products of a layer,
-`floor` the bytes of the prepared weights over the memory's bandwidth, and `bf16` the time of the widened weights over
-theirs. Rows are rounded where the format says so.
+of float weights that are rounded, or random codes as published files have them); `layer` is all products of a layer in
+their order, `floor` the bytes of the prepared weights over the memory's bandwidth, and `bf16` the time of the widened
+weights over theirs. Rows are rounded where the format says so.
 """
 
 from __future__ import annotations
@@ -99,6 +99,8 @@ class Published(NamedTuple):
             offsets = scales * torch.randint(-2, 3, scales.shape, device=device)
         if self.numbers != "factors":
             return Codes(values, scales, self.kind, depth, offsets)
+        if depth % 256:
+            raise SystemExit(f"--quantization: K types have blocks of 256 weights, which do not divide {depth}")
         count = 2 if self.offsets else 1
         integers = torch.randint(16, 64, (count, columns, groups), dtype=torch.int8, device=device)
         units = torch.full((count, columns, depth // 256), size / 40, device=device).half()
@@ -131,7 +133,8 @@ def bench_format(shape: str, form: str, row_counts: list[int], device: torch.dev
     speed = bandwidth(device)
     titles = f"{'product':<10} {'columns':>8} {'depth':>6} {'rows':>5} {'us':>9} {'GB/s':>6} {'floor':>6} {'bf16':>6}"
     print(f"{shape} in {form}, memory at {speed / 1e9:.0f} GB/s\n{titles}")
-    layers, total = {rows: [0.0, 0.0] for rows in row_counts}, 0
+    packed: list[list[Weight]] = []  # copies of each product's weight
+    dense: list[list[Weight]] = []
     for name, columns, depth in products(SHAPES[shape]):
         if name == "head":
             continue
@@ -142,23 +145,32 @@ def bench_format(shape: str, form: str, row_counts: list[int], device: torch.dev
             codes, how = quantize(torch.randn(columns, depth, device=device, dtype=dtype), cast(Format, form)), None
         first = ops.prepare_codes(codes, dtype, gated=gated, rows=how)
         size = stored_bytes(first)
-        total += size
         count = copies(size, device)
-        prepared = [first, *(ops.prepare_codes(codes, dtype, gated=gated, rows=how) for _ in range(count - 1))]
-        dense = [ops.prepare(dequantize(codes, dtype), gated=gated) for _ in range(max(2, count // 3))]
+        packed.append([first, *(ops.prepare_codes(codes, dtype, gated=gated, rows=how) for _ in range(count - 1))])
+        dense.append([ops.prepare(dequantize(codes, dtype), gated=gated) for _ in range(max(2, count // 3))])
         for rows in row_counts:
             x = torch.randn(rows, depth, device=device, dtype=dtype)
             took, wide = (
-                seconds(functools.partial(over, multiplied, x, each), device) / len(each) for each in (prepared, dense)
+                seconds(functools.partial(over, multiplied, x, each[-1]), device) / len(each[-1])
+                for each in (packed, dense)
             )
-            layers[rows][0] += took
-            layers[rows][1] += wide
             found[f"{shape} in {form}, {name}, rows {rows}"] = shown(
                 name, columns, depth, rows, size, speed, took, wide
             )
-    for rows, (took, wide) in layers.items():
+    depths = [depth for name, _, depth in products(SHAPES[shape]) if name != "head"]
+    total = sum(stored_bytes(of[0]) for of in packed)
+    for rows in row_counts:
+        xs = [torch.randn(rows, depth, device=device, dtype=dtype) for depth in depths]
+        layers = [list(zip(*each, strict=False)) for each in (packed, dense)]
+        took, wide = (seconds(functools.partial(over, layer, xs, each), device) / len(each) for each in layers)
         found[f"{shape} in {form}, layer, rows {rows}"] = shown("layer", "", "", rows, total, speed, took, wide)
     return found
+
+
+def layer(xs: list[torch.Tensor], weights: tuple[Weight, ...]) -> None:
+    """The products of one layer."""
+    for x, weight in zip(xs, weights, strict=True):
+        weight.linear(x)
 
 
 def shown(
@@ -231,7 +243,7 @@ def copies(size: int, device: torch.device) -> int:
     return max(2, min(32, _BYTES[device.type] // size))
 
 
-def over(product: Product, x: torch.Tensor, weights: list[Any]) -> None:
+def over(product: Callable[[Any, Any], object], x: object, weights: list[Any]) -> None:
     for weight in weights:
         product(x, weight)
 
