@@ -32,7 +32,6 @@ constexpr int NUMBER_BYTES = NUMBERS == FLOAT32   ? COUNT * ALL * 4
                                                   : ALL * 3;
 constexpr int ENTRY_BYTES = BITS == 4 ? 4 : 4 * COUNT;  // of a group of an output, see `Scale`
 constexpr int TABLE_BYTES = ENTRY_BYTES * ALL;
-constexpr int SUM_BYTES = SUMS * 128;  // of a warp
 
 struct Params {
     const u32* words;
@@ -75,7 +74,7 @@ __device__ __forceinline__ float number(u32 v) {
 // that, but for SMALL: all weights, and so their sums, are that much smaller.
 constexpr float SMALL = BITS == 4 ? 0x1p-8f : 1.0f;
 struct Scale {
-    u32 first, offset;
+    u32 scale, offset;  // of 4 bits: both are the former
 };
 // Makes a warp's table of the scales of a block of a strip, [GROUPS, 8, 2] (r and r + 8 are neighbours), from what is
 // stored. All of it in shared memory. Half of the lanes have the first groups, the others the rest.
@@ -127,14 +126,14 @@ __device__ __forceinline__ u32 weights_of_bytes(u32 w, const Scale& s) {
     } else {
         low = integer<part>(w), high = integer<part + 1>(w);
     }
-    const float scale = __uint_as_float(s.first), offset = __uint_as_float(s.offset);
+    const float scale = __uint_as_float(s.scale), offset = __uint_as_float(s.offset);
     if (OFFSETS) return pack(__fmaf_rn(low, scale, offset), __fmaf_rn(high, scale, offset));
     return pack(__fmul_rn(low, scale), __fmul_rn(high, scale));
 }
 // Likewise of codes of 4 bits, of output r + `high` 8.
 template <bool high>
 __device__ __forceinline__ u32 weights_of_nibbles(u32 w, const Scale& s) {
-    return fma2(w & (high ? 0x000F000Fu : 0x00F000F0u), twice<0>(s.first), twice<1>(s.first));
+    return fma2(w & (high ? 0x000F000Fu : 0x00F000F0u), twice<0>(s.scale), twice<1>(s.scale));
 }
 // What a lane needs of half a block of a strip. The other half is loaded while one is multiplied, so that the tensor
 // cores, which add to the same sums in each step, do not wait for anything else.
@@ -162,7 +161,7 @@ struct Half {
                 scales[i][0] = {both.x, both.y}, scales[i][1] = {both.z, both.w};
             } else {
                 const uint2 both = shared8(at);
-                scales[i][0].first = both.x, scales[i][1].first = both.y;
+                scales[i][0].scale = both.x, scales[i][1].scale = both.y;
             }
         }
     }
