@@ -66,8 +66,8 @@ def multiplied_weights(codes: Codes) -> torch.Tensor:
     """The bfloat16 weights that a GPU makes of codes in groups (`packing`)."""
     if bits_of(codes.type) == 8:
         return dequantize(codes, torch.bfloat16)
-    assert codes.offsets is not None
-    offsets = codes.offsets - 8 * codes.scales if codes.type == "int4" else codes.offsets
+    offsets = torch.zeros_like(codes.scales) if codes.offsets is None else codes.offsets
+    offsets = offsets - 8 * codes.scales if codes.type == "int4" else offsets
     scales, offsets = codes.scales.bfloat16().float(), offsets.bfloat16().float()
     wide = codes.values.view(len(scales), -1, codes.group).float() * scales[:, :, None] + offsets[:, :, None]
     return wide.flatten(1)[:, : codes.depth].bfloat16()
