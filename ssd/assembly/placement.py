@@ -18,9 +18,7 @@ from ssd.models.eagle import EagleCheckpoint
 log = logging.getLogger("ssd")
 
 _LARGE_DRAFT = 256 << 20  # bytes in bfloat16, of which a step of the draft reads all
-_SMALL_DRAFT = (
-    2 << 30
-)  # bytes in bfloat16 up to which a step as one kernel, of floats, is faster than of packed weights
+_SMALL_DRAFT = 2 << 30  # bytes in bfloat16 up to which the kernel for a step of floats beats those of packed weights
 _DRAFT_THREADS = 4  # of a small draft on the CPU beside a target on a GPU: small products gain nothing from more
 
 

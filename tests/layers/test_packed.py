@@ -1,16 +1,21 @@
-"""Weights of packed integers: orders of columns and zero points that few checkpoints have."""
+"""Weights of packed integers: orders of columns, zero points and mixtures that few checkpoints have."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from bits import same_bits
 from reference_ops import ReferenceOps
+from stored_codes import some_codes
 
+from ssd.kernels.codes import Codes, dequantize
 from ssd.kernels.weights import RoundedRows, Weight
-from ssd.layers.formats.coded import Activations, OrderedWeight
+from ssd.layers.formats import Use
+from ssd.layers.formats.coded import Activations, Coded, Mixed, MixedWeight, OrderedWeight
 from ssd.layers.formats.compressed_tensors import PackedRows
 from ssd.layers.formats.gptq import GPTQ
 from ssd.layers.linear import ColumnLinear
@@ -18,6 +23,7 @@ from ssd.layers.norm import RMSNorm
 from ssd.layers.parameter import Build
 
 DEPTH, ROWS, GROUP = 64, 16, 32
+CPU = torch.device("cpu")
 
 
 def some_words(*shape: int) -> torch.Tensor:
@@ -66,3 +72,28 @@ def test_the_highest_zero_point_of_gptq_is_not_zero(kind: str, highest: int) -> 
         "scales": torch.ones(1, ROWS),
     }
     assert torch.equal(form.widened(stored)["weight"], torch.full((ROWS, DEPTH), -(highest + 1.0)))
+
+
+class Given(Coded):
+    """A format whose parts have any codes."""
+
+    name = "given"
+
+    def codes(self, stored: Mapping[str, Any]) -> Codes:
+        return stored["codes"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_parts_of_different_formats_are_one_weight(gated: bool) -> None:
+    """Neighbours of one format, of which two have groups of other sizes; the last one is alone. With a bias."""
+    rows, groups = (4, 6, 2, 12), (32, 16, 16, 64)
+    codes = [some_codes("int8", n, 64, g, offsets=False, device=CPU) for n, g in zip(rows, groups, strict=True)]
+    one, other, ops = Given(), Given(), ReferenceOps()
+    mixed = Mixed((one, one, one, other))
+    weight = mixed.prepare([{"codes": each} for each in codes], ops, torch.float32, Use(gated=gated, rows=rows))  # type: ignore[dict-item]
+    assert isinstance(weight, MixedWeight)
+    assert weight.rows == (12, 12)
+    x, bias = torch.randn(3, 64), torch.randn(24)
+    wide = torch.cat([dequantize(each, torch.float32) for each in codes])
+    expected = ops.prepare(wide, gated=gated).linear(x, bias)
+    assert torch.allclose(weight.linear(x, bias), expected, rtol=1e-5, atol=1e-5)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -73,9 +73,8 @@ class Coded(WeightFormat):
         """One weight fused from the parts; one for each part if their codes or orders differ in kind."""
         codes, orders = [self.codes(part) for part in parts], [self.order(part) for part in parts]
         if not all(_alike(codes[0], each) for each in codes) or not all(_equal(orders[0], each) for each in orders):
-            return MixedWeight.of(
-                [(self, [part], rows) for part, rows in zip(parts, use.rows, strict=True)], ops, dtype, use
-            )
+            each = [Run(self, [part], [rows]) for part, rows in zip(parts, use.rows, strict=True)]
+            return MixedWeight.of(each, ops, dtype, use)
         scales = [part["input_scale"].float().reshape(1, 1) for part in parts if "input_scale" in part]
         scale, how = torch.cat(scales).amax(0, keepdim=True) if scales else None, self.activations
         prepared = ops.prepare_codes(
@@ -161,33 +160,36 @@ class Mixed(WeightFormat):
             return DENSE.prepare(wide, ops, dtype, use)
         runs: list[Run] = []
         for form, part, rows in zip(self.formats, parts, use.rows, strict=True):
-            if runs and runs[-1][0] == form:
-                _, before, count = runs.pop()
-                runs.append((form, [*before, part], count + rows))
-            else:
-                runs.append((form, [part], rows))
+            if not runs or runs[-1].format != form:
+                runs.append(Run(form, [], []))
+            runs[-1].parts.append(part)
+            runs[-1].rows.append(rows)
         return MixedWeight.of(runs, ops, dtype, use)
 
 
-Run = tuple[WeightFormat, list[Mapping[str, torch.Tensor]], int]  # parts of one format, and their rows
+class Run(NamedTuple):
+    """Parts of a weight that are one after the other and have one format."""
+
+    format: WeightFormat
+    parts: list[Mapping[str, torch.Tensor]]
+    rows: list[int]  # of each
 
 
 @dataclass(frozen=True)
 class MixedWeight(Weight):
-    """One product for each part."""
+    """One product for each run of parts."""
 
     parts: tuple[Weight, ...]
-    rows: tuple[int, ...]  # of each part
+    rows: tuple[int, ...]  # of each of them
     gated: bool
 
     @classmethod
     def of(cls, runs: Seq[Run], ops: Ops, dtype: torch.dtype, use: Use) -> MixedWeight:
         if use.experts:
             raise UnsupportedModel("experts in different formats (or orders of columns) are not supported")
-        rows = tuple(rows for *_, rows in runs)
-        uses = [replace(use, gated=False, rows=(count,)) for count in rows]
-        each = [form.prepare(parts, ops, dtype, alone) for (form, parts, _), alone in zip(runs, uses, strict=True)]
-        return cls(tuple(each), rows, use.gated)
+        uses = [replace(use, gated=False, rows=tuple(run.rows)) for run in runs]
+        each = [run.format.prepare(run.parts, ops, dtype, alone) for run, alone in zip(runs, uses, strict=True)]
+        return cls(tuple(each), tuple(sum(run.rows) for run in runs), use.gated)
 
     def linear(self, x: Rows, bias: torch.Tensor | None = None, *, float32: bool = False) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)

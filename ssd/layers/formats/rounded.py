@@ -75,6 +75,8 @@ class Rounded(WeightFormat):
     products of more than _FEW_ROWS rows are those of the unrounded weight, which is kept beside them.
     """
 
+    floats = False
+
     def __init__(self, name: TargetFormat, *, exact: bool = False, keeps_dense: bool = False) -> None:
         self.name: TargetFormat = name
         self.form: Format = "fp8" if name == "fp8_dynamic" else name
