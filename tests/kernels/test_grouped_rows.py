@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from bits import same_bits
@@ -113,19 +115,25 @@ def test_bias_and_activation() -> None:
     assert (found.bfloat16() == expected).float().mean() > 0.99  # exp is another one
 
 
-@pytest.mark.parametrize("tiles", kernel.TILES)
 @pytest.mark.parametrize(("columns", "depth"), [(1024, 4096), (4096, 14336), (28672, 4096), (1536, 8960), (896, 896)])
 @pytest.mark.parametrize(("kind", "group"), [("int8", 16), ("uint4", 32)])
-def test_shared_memory_is_enough(kind: CodeType, group: int, columns: int, depth: int, tiles: int) -> None:
+def test_shared_memory_is_enough(kind: CodeType, group: int, columns: int, depth: int) -> None:
     """For two stages at least, and there are no more warps than registers allow."""
-    values = torch.zeros(columns, depth, dtype=torch.uint8)
-    numbers = torch.full((columns, depth // group), 0.1)
-    weight = pack(Codes(values, numbers, kind, depth, numbers), torch.bfloat16)
-    launch = kernel.Launch.of(weight, tiles, 132)
-    assert launch.stages >= 2
-    assert launch.threads <= 32 * (kernel.most_warps(tiles) + 1)
-    assert launch.shared <= kernel.SHARED
-    assert launch.splits == -(-depth // weight.segment)
+    numbers = torch.full((16, depth // group), 0.1)
+    strip = pack(Codes(torch.zeros(16, depth, dtype=torch.uint8), numbers, kind, depth, numbers), torch.bfloat16)
+    assert strip.numbers is not None
+
+    def repeated(of: torch.Tensor) -> torch.Tensor:
+        return of.expand(-1, columns // 16, *of.shape[2:])
+
+    stored = strip.numbers._replace(data=repeated(strip.numbers.data))
+    weight = replace(strip, words=repeated(strip.words), numbers=stored, columns=columns)
+    for tiles in kernel.TILES:
+        launch = kernel.Launch.of(weight, tiles, 132)
+        assert launch.stages >= 2
+        assert launch.threads <= 32 * (kernel.most_warps(tiles) + 1)
+        assert launch.shared <= kernel.SHARED
+        assert launch.splits == -(-depth // weight.segment)
 
 
 def test_parameters_have_the_source_s_fields_in_its_order() -> None:

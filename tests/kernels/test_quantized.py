@@ -212,7 +212,7 @@ def test_many_rows_are_multiplied_by_widened_codes(kind: CodeType, monkeypatch: 
                 assert same_bits(wide, narrow) or not CUDA  # the interpreter adds up a whole tile at a time
 
 
-@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("kept", mostly_slow([False, True], fast={False}))
 def test_segments_of_many_rows_are_added_in_order(kept: bool) -> None:
     """Three of 1,280 inputs and one of 512; of weights that are widened for the product, and of a copy: with a bias,
     and gated."""
@@ -226,8 +226,9 @@ def test_segments_of_many_rows_are_added_in_order(kept: bool) -> None:
     wide = multiplied_weights(codes) if CUDA else dequantize(codes, dtype)
     assert packed.segment == 1280
     torch.manual_seed(0)
-    x, bias = torch.randn(70, 4352).to(device, dtype), torch.randn(48).to(device, dtype)
-    total = torch.zeros(70, 48, device=device)
+    rows = 70 if CUDA else 20  # few rows have a kernel of their own there
+    x, bias = torch.randn(rows, 4352).to(device, dtype), torch.randn(48).to(device, dtype)
+    total = torch.zeros(rows, 48, device=device)
     for start in range(0, 4352, 1280):
         part = slice(start, start + 1280)
         total = total + linear.linear(x[:, part], wide[:, part].contiguous(), out_dtype=torch.float32)
