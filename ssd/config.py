@@ -18,6 +18,7 @@ NGRAM = "ngram"
 K_DEFAULT = 4  # draft tokens per round
 K_MAX = 8  # largest k of k="auto"
 BUDGETS = (8, 16, 32)  # choices of budget="auto"
+MOST_BRANCHES = 64  # of budget="auto" for a draft in a process of its own beside a GPU
 MAX_FAN_OUT = 16  # branches per draft position
 _OF_SSD = {
     *("fan_out", "fan_out_hit", "fan_out_miss", "budget", "backup", "placement"),
@@ -96,7 +97,11 @@ class SpeculationConfig:
     )
     fan_out_miss: Seq[int] | None = option(None, "ssd: the same for drafts that were misses. Needs fan_out_hit.")
     budget: int | Literal["auto"] = option(
-        16, "ssd: branches per sequence. auto: chosen by measured speed.", least=1, most=256
+        16,
+        "ssd: branches per sequence, at most. auto: chosen by measured speed; of a draft in its own process beside a "
+        "GPU, as many as it prepares during a verification.",
+        least=1,
+        most=256,
     )
     backup: Literal["jit", "fast", "auto"] = option(
         "auto",

@@ -11,7 +11,7 @@ from ssd.assembly.open import open_checkpoint, open_eagle
 from ssd.assembly.placement import prepares_here
 from ssd.config import NGRAM, EngineConfig, SpeculationConfig
 from ssd.drafting.eagle import private_blocks
-from ssd.drafting.shapes import RunShapes
+from ssd.drafting.shapes import RunShapes, widths_up_to
 from ssd.errors import ConfigError
 from ssd.execution.state import SequenceState
 from ssd.models.checkpoint import Checkpoint
@@ -70,10 +70,13 @@ def load_draft(
 
 
 def run_shapes(config: EngineConfig, device: torch.device) -> RunShapes:
-    """Rows of a draft run: one per sequence, or its branches, up to _MAX_BRANCHES."""
-    speculation, rows = config.speculation, config.max_num_seqs
+    """Rows of a draft run: one per sequence, or its branches, up to _MAX_BRANCHES.
+
+    On a CPU, where fewer branches take less time, there are shapes for smaller numbers of them, too.
+    """
+    speculation, rows, on_cuda = config.speculation, config.max_num_seqs, device.type == "cuda"
     widths: tuple[int, ...] = ()
     if prepares_here(speculation):
-        widths = speculation.budgets
+        widths = speculation.budgets if on_cuda else widths_up_to(max(speculation.budgets))
         rows = max(rows, min(_MAX_BRANCHES, rows * max(widths)))
-    return RunShapes(speculation.lookahead, config.max_num_seqs, rows, widths, bucketed=device.type == "cuda")
+    return RunShapes(speculation.lookahead, config.max_num_seqs, rows, widths, bucketed=on_cuda)

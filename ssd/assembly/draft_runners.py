@@ -21,13 +21,20 @@ from ssd.options import is_int
 
 
 def make_draft_model(
-    config: EngineConfig, runner: ModelRunner, fan_out: FanOut, target: ModelRunner | None = None
+    config: EngineConfig,
+    runner: ModelRunner,
+    fan_out: FanOut,
+    target: ModelRunner | None = None,
+    *,
+    recorded: bool = False,
 ) -> DraftModel:
-    """`target`: that of the same process."""
+    """`target`: that of the same process. `recorded`: on a CPU, no round may wait for a recording."""
     shared = config.speculation.placement == "stream"
     draft = DraftRunner(runner, run_shapes(config, runner.decoder.device), shared=shared, **_options(config))
     if draft.on_cuda:
         _warm_up(config, draft, fan_out, target)
+    elif recorded:
+        draft.record(fan_out)
     return DraftModel(
         draft,
         max_len=runner.decoder.config.max_position,

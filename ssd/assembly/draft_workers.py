@@ -18,7 +18,7 @@ from ssd.assembly.memory import kv_blocks
 from ssd.assembly.models import make_runner, make_state
 from ssd.assembly.open import absolute_path, open_checkpoint
 from ssd.assembly.ranks import Follower, Place, Ranks
-from ssd.config import EngineConfig
+from ssd.config import MOST_BRANCHES, EngineConfig
 from ssd.drafting.late import LateBindingDrafter
 from ssd.drafting.process import ProcessDrafter
 from ssd.drafting.worker import WorkerDrafter
@@ -44,13 +44,15 @@ def start_workers(config: EngineConfig, state: SequenceState) -> ProcessDrafter:
     backup = "jit" if in_flight else config.speculation.backup  # in flight it is chosen here, not by the worker
     speculation = config.speculation
     on_demand = times_passes(config)
+    if in_flight and speculation.budget == "auto":  # as many as are prepared in time
+        speculation = replace(speculation, budget=MOST_BRANCHES)
     config = replace(config, speculation=replace(speculation, mode="ssd", draft=draft, backup=backup))
     first = torch.device(str(speculation.draft_device))
 
     def start(replica: int) -> Worker:
         device = rank_device(first, replica * speculation.draft_tensor_parallel_size)
         setup = {"config": asdict(replace(config, device=str(device))), "vocab_size": state.vocab_size}
-        return Worker(setup | {"replica": replica})
+        return Worker(setup | {"replica": replica, "in_flight": in_flight})
 
     starts = [functools.partial(start, replica) for replica in range(speculation.draft_replicas)]
     drafter: ProcessDrafter
@@ -86,7 +88,8 @@ def build_worker_drafter(setup: Mapping[str, Any]) -> WorkerDrafter:
     runner = _worker_runner(config, vocab_size, device, ranks.place if ranks is not None else Place())
     if ranks is not None:
         ranks.attach(runner)
-    drafter = ssd_drafter(make_draft_model(config, runner, fan_out), config.speculation, fan_out)
+    model = make_draft_model(config, runner, fan_out, recorded=bool(setup["in_flight"]))
+    drafter = ssd_drafter(model, config.speculation, fan_out)
     return WorkerDrafter(drafter, runner.state, close=runner.close)
 
 

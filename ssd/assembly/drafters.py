@@ -13,6 +13,7 @@ from ssd.decoding.drafter import Drafter
 from ssd.drafting.arms import DEPTHS, Arm, make_arms
 from ssd.drafting.controller import DepthController
 from ssd.drafting.custom import CustomDrafter
+from ssd.drafting.late import LateBindingDrafter
 from ssd.drafting.model import DraftSource, ModelDrafter
 from ssd.drafting.ngram import NgramDrafter
 from ssd.execution.runner import ModelRunner
@@ -62,7 +63,8 @@ def drafter_of(
         return drafters[speculation.mode]
     depths = DEPTHS if speculation.k == "auto" else (speculation.lookahead,)
     modes = ("ar", *drafters) if "auto" in (speculation.mode, speculation.k) else (speculation.mode,)
-    arms = make_arms(modes, depths, speculation.budgets)
+    widths = (workers.budget,) if isinstance(workers, LateBindingDrafter) else speculation.budgets
+    arms = make_arms(modes, depths, widths)
     return DepthController(drafters, arms, {arm: least(arm) for arm in arms} if least is not None else None)
 
 

@@ -23,6 +23,7 @@ from ssd.drafting.process import ProcessDrafter
 from ssd.drafting.replica import DraftReplica
 from ssd.drafting.ssd import BackupPolicy
 from ssd.drafting.table import DraftTables
+from ssd.drafting.width import WidthInTime
 from ssd.drafting.wire import Draft
 from ssd.execution.clock import Clock
 from ssd.execution.state import SequenceState
@@ -45,7 +46,8 @@ class _Launched:
 class LateBindingDrafter(ProcessDrafter):
     """Drafts in the workers that `starts` launch, for a target on a GPU and the coupled rule.
 
-    `budget`: the most branches that each worker prepares per sequence. `backup`: as `SpeculationConfig.backup`.
+    `budget`: the most branches that each worker prepares per sequence; it is asked for as many as it prepares in time.
+    `backup`: as `SpeculationConfig.backup`.
     """
 
     needs_tokens = False
@@ -67,6 +69,9 @@ class LateBindingDrafter(ProcessDrafter):
         self._number = 0  # of the last round proposed for
         self._launched: _Launched | None = None
         self._sent = [0] * len(starts)  # by replica: the last round that it was told of
+        self._widths = [WidthInTime(budget) for _ in starts]
+        # When it was, if nothing but branches was wanted; None: that is known, or not to be measured.
+        self._sent_at: list[float | None] = [None] * len(starts)
         self._slots: dict[int, int] = {}  # of the sequences of that round, by id
         self._last: dict[int, int] = {}  # by sequence id: its last round
         self._told: dict[int, int] = {}  # the same: the last one that a worker was told of
@@ -178,10 +183,12 @@ class LateBindingDrafter(ProcessDrafter):
         """Returns the drafts that were asked for, by sequence id."""
         asked = available[self.replies % len(available)]
         given = [drafts.get(work.sequence.id, Draft()) for work in works]
+        usual = None not in given and not any(work.num_tokens > 1 for work in works)
         for each in available:
-            seconds, reply = self._round_seconds, each is asked
-            each.send(works, given, seconds, budget=self.budget, reply=reply, ahead=True, decided=decided)
-            self._sent[self.replicas.index(each)] = number
+            seconds, reply, i = self._round_seconds, each is asked, self.replicas.index(each)
+            budget = min(self.budget, self._widths[i].width)
+            each.send(works, given, seconds, budget=budget, reply=reply, ahead=True, decided=decided)
+            self._sent[i], self._sent_at[i] = number, self._clock() if usual else None
         self._slots = {work.sequence.id: work.slot for work in works}
         self._told |= dict.fromkeys(self._slots, number)
         if None not in given:
@@ -201,3 +208,7 @@ class LateBindingDrafter(ProcessDrafter):
             for sequence_id, prepared in each.take_prepared().items():
                 if (slot := self._slots.get(sequence_id)) is not None:
                     self.tables.write(i, slot, self._sent[i], prepared)
+            began = self._sent_at[i]
+            if began is not None and self._fastest and not each.preparing:
+                self._widths[i].add(self._clock() - began, min(self._fastest))
+                self._sent_at[i] = None

@@ -39,6 +39,7 @@ from ssd.parallel.tensor import TensorParallel
 from ssd.sampling.sampler import ALL_NEEDS, Needs, Rows
 
 MAX_ROWS_IN_PART = 16  # of a preparation; more need more of the GPU than the target can spare
+_UNTIL_RECORDED = 4  # runs: the forward pass inside of a reading that is not recorded itself
 _READING = -1  # the piece that reads and chooses each row's first token; piece s >= 0 extends every row by one token
 
 
@@ -261,6 +262,21 @@ class DraftRunner:
             self.graphs.capture(("stage", n, branches), functools.partial(self._copy_inputs, n, branches))
             for piece in range(_READING, self.shapes.lookahead if branches else self.shapes.lookahead - 1):
                 self.graphs.capture(*self._piece(shape, piece))
+
+    @torch.inference_mode()
+    def record(self, fan_out: FanOut) -> None:
+        """On a CPU: runs of one sequence until their pieces are recorded, while there are no sequences."""
+        slot, block = 0, 0
+        self.state.append(slot, 0, [0], 0)
+        self.model_runner.tables.reset(slot)
+        self.model_runner.tables.update([(slot, [block])])
+        for shape in self.shapes.usual([1], fan_out):
+            last = self.shapes.lookahead - (not shape.branches)
+            for repeat in range(_UNTIL_RECORDED):
+                self._upload([slot], [0], shape)
+                self._stage(shape)
+                for piece in range(_READING, last if repeat < 2 else 0):
+                    self._launch(shape, piece)
 
     def use_one_kernel(self) -> None:
         """Makes small steps one kernel each, where there is such a kernel. The KV must be unused."""

@@ -1,4 +1,4 @@
-"""Shapes of draft runs. On CUDA they are rounded up to a few, which have graphs."""
+"""Shapes of draft runs. They are rounded up to a few, which have graphs or recordings."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from ssd.drafting.fan_out import RANKS, FanOut
 from ssd.sampling.sampler import Needs
 
 _FEW_READS = 5  # tokens: enough after a draft of 4
+
+
+def widths_up_to(most: int) -> tuple[int, ...]:
+    """Numbers of branches, each a third or a half more than the one before, and `most`."""
+    powers = [1 << i for i in range(most.bit_length())]
+    return tuple(sorted({most, *(n for power in powers for n in (power, 3 * power // 2) if n < most)}))
 
 
 class RunShape(NamedTuple):
@@ -34,12 +40,16 @@ class RunShape(NamedTuple):
 
 @dataclass(frozen=True)
 class RunShapes:
-    """The shapes that runs can have: their limits; `bucketed`: rounded up to those with graphs."""
+    """The shapes that runs can have: their limits.
+
+    Branches are rounded up to one of `widths`, and the tokens that are read with them to a few numbers. `bucketed`, on
+    CUDA: so are sequences, and what `write` reads.
+    """
 
     lookahead: int  # tokens of a draft
     max_sequences: int
     max_rows: int  # one per sequence, or its branches
-    widths: Seq[int] = ()  # branches per sequence; each number has graphs
+    widths: Seq[int] = ()  # branches per sequence
     most_written_reads: int | None = None  # tokens that `write` reads of a sequence, if fewer than `branch`
     bucketed: bool = False
 
@@ -67,6 +77,10 @@ class RunShapes:
         """Maximum number of branches per sequence in a batch of this size."""
         return min(self.max_width, self.max_rows // self.bucket(sequences))
 
+    def width_within(self, most: float) -> int:
+        """The largest number of branches per sequence up to a limit, or the smallest one."""
+        return max((width for width in self.widths if width <= most), default=self.widths[0])
+
     def bucket(self, sequences: int) -> int:
         return min(self.max_sequences, 1 << (sequences - 1).bit_length()) if self.bucketed else sequences
 
@@ -81,14 +95,13 @@ class RunShapes:
         """The shape of `write` or, with a policy, of `branch` with at most `budget` branches per sequence."""
         width = 0
         if fan_out is not None:
-            width = min(fan_out.width(budget), self.width_of(sequences))
-            if self.bucketed:
-                width = min(self.width_of(sequences), next(each for each in self.widths if each >= width))
+            most = self.width_of(sequences)
+            width = min(most, next(each for each in self.widths if each >= min(most, fan_out.width(budget))))
         return RunShape(self.bucket(sequences), self._padded(reads, width > 0), width, Needs.of(params), fan_out)
 
     def after_reading(self, shape: RunShape) -> RunShape:
         """The shape of a later step, which depends neither on the number of tokens read nor on the policy."""
-        return shape._replace(reads=self.reads if self.bucketed else shape.reads, fan_out=None)
+        return shape._replace(reads=self.reads, fan_out=None)
 
     def usual(self, sequences: Seq[int], fan_out: FanOut) -> Iterator[RunShape]:
         """The largest first: the graphs of the others reuse its memory."""
@@ -98,7 +111,7 @@ class RunShapes:
                     yield RunShape(count, reads, width, Needs(), fan_out if width else None)
 
     def _padded(self, reads: int, branches: bool) -> int:
-        if not self.bucketed:
+        if not self.bucketed and not branches:
             return reads
         most = self.most_reads(branches)
         return min(_FEW_READS, most) if reads <= _FEW_READS else most

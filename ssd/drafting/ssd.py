@@ -101,6 +101,7 @@ class SSDDrafter(Drafter):
         self.policy = BackupPolicy(backup)
         self.statistics = OutcomeStatistics()
         self._in_time = float(model.runner.shapes.max_width)  # branches per sequence that are prepared in time
+        self._interrupted = 0  # branches of the last preparation, if it was
         self._run: DraftRun | None = None  # the last preparation
         self._places: dict[int, int] = {}  # by sequence id: its index in that run
         self._looked_up: list[Able] = []  # works whose drafts were looked up in that run
@@ -158,7 +159,9 @@ class SSDDrafter(Drafter):
 
     def settle(self, works: Seq[Work]) -> bool:
         """Uses the backup after misses, then copies what branches are prepared from out of the SequenceState."""
-        self._run, self._places = None, {}
+        if self._interrupted and any(work.sequence.id in self._places for work in works):  # not by another text
+            self._in_time = max(_MIN_BRANCHES, _DECREASE * self._interrupted)
+        self._run, self._places, self._interrupted = None, {}, 0
         wanted = [w for w in works if w.sequence.params.speculate and (w.num_tokens > 1 or (w.decides and self.budget))]
         able = [(work, own) for work in wanted if (own := self.model.state_of(work, works))]
         self.model.read_prompts(able)
@@ -190,11 +193,12 @@ class SSDDrafter(Drafter):
         return True
 
     def _stage(self, works: Seq[Work]) -> StagedBranches:
+        shapes = self.runner.shapes
         staged = self.runner.stage_branches(
             [work.slot for work in works],
             [work.proposal.num_tokens for work in works],
             [work.sequence.params for work in works],
-            budget=max(1, min(self.budget, self.runner.shapes.width_of(len(works)), int(self._in_time))),
+            budget=shapes.width_within(min(self.budget, shapes.width_of(len(works)), self._in_time)),
             fan_out=self.fan_out,
             statistics=self.statistics,
         )
@@ -207,7 +211,7 @@ class SSDDrafter(Drafter):
             count = max(work.lookahead for work in works)
             self._run = self.runner.branch(staged, count, overlap=self.overlap, interrupted=interrupted)
             if interrupted():
-                self._in_time = max(_MIN_BRANCHES, _DECREASE * staged.shape.width)
+                self._interrupted = staged.shape.width
             else:
                 self._in_time = min(self.runner.shapes.max_width, self._in_time + _INCREASE)
         self._rounds.put(works, _Round(self._run, self._written))

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-_MOST: Final = 64  # recordings of a model
+_MOST: Final = 256  # recordings of a model; a draft of up to 64 branches has 100
 _MOST_BYTES: Final = 64 << 20  # of their results
 _HARMLESS: Final = ("__get__", "__len__", "data_ptr", "dim", "element_size", "numel", "size", "stride", "view")
 _local = threading.local()
