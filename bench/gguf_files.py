@@ -46,9 +46,9 @@ from ssd.models.gguf import ARCHITECTURES
 from ssd.text.tokenizer import Tokenizer
 
 Kind = GGMLQuantizationType
-Q4_K, Q6_K, Q8_0 = Kind.Q4_K, Kind.Q6_K, Kind.Q8_0
+Q4_K, Q6_K, Q8_0, BF16 = Kind.Q4_K, Kind.Q6_K, Kind.Q8_0, Kind.BF16
 # Types of the layers and of the head. Q4_K_M has the head's type in some layers, too.
-TYPES: Final = {"Q4_K_M": (Q4_K, Q6_K), "Q4_1": (Kind.Q4_1, Q6_K), "Q8_0": (Q8_0, Q8_0)}
+TYPES: Final = {"Q4_K_M": (Q4_K, Q6_K), "Q4_1": (Kind.Q4_1, Q6_K), "Q8_0": (Q8_0, Q8_0), "BF16": (BF16, BF16)}
 FALLBACKS: Final = {Q4_K: Kind.Q5_0, Q6_K: Q8_0}  # where 256 does not divide the rows
 CHUNK: Final = 1 << 24  # weights that are rounded at once
 

@@ -125,6 +125,10 @@ def test_parameters_have_the_source_s_fields_in_its_order() -> None:
     assert params_of_source(kernel.SOURCE) == [name for name, _ in kernel.Params._fields_]
 
 
-@pytest.mark.parametrize(("strips", "share"), [(512, 4), (640, 5), (3584, 7), (384, 3), (1, 1)])
-def test_multiprocessors_have_equally_many_strips(strips: int, share: int) -> None:
-    assert kernel.share_of(strips, 132, 8) == share
+@pytest.mark.parametrize(
+    ("strips", "processors", "share"),
+    [(512, 132, 4), (640, 132, 5), (3584, 132, 7), (384, 132, 3), (1, 132, 1), (8016, 132, 8), (3584, 84, 8)],
+)
+def test_multiprocessors_have_equally_many_strips(strips: int, processors: int, share: int) -> None:
+    """But not one at a time, where that were a few strips less: the rows are copied for each of them."""
+    assert kernel.share_of(strips, processors, 8) == share

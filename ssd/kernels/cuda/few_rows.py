@@ -78,10 +78,10 @@ def _kernels(device: torch.device, kind: str, block: int) -> dict[tuple[int, int
 
 def share_of(units: int, processors: int, most: int) -> int:
     """Units of outputs that a block of threads takes at a time, at most `most`: the number with which the busiest
-    multiprocessor has the fewest units."""
+    multiprocessor copies the least. Each time it also copies the rows, about as many bytes as a unit has."""
 
     def busiest(share: int) -> int:
-        return -(-units // (share * processors)) * share
+        return -(-units // (share * processors)) * (share + 1)
 
     return min(range(most, 0, -1), key=busiest)
 
