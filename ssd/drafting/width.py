@@ -7,7 +7,7 @@ from collections import deque
 from ssd.drafting.shapes import widths_up_to
 
 _FIRST = 16  # branches
-_SAMPLES = 3  # rounds between two changes
+_SAMPLES = 3  # rounds between two changes, of which the fastest counts: steps of a new shape are recorded in two
 # Shares of a verification's time: with a preparation that takes more there are fewer branches next time; there are more
 # if they would take less in proportion to their number. (They take less than that, so the number does not swing.)
 _FULL, _ROOM = 0.95, 0.9
@@ -30,11 +30,11 @@ class WidthInTime:
         self._last.append(seconds)
         if len(self._last) < _SAMPLES:
             return
-        typical = sorted(self._last)[_SAMPLES // 2]
+        least = min(self._last)
         wider = self._widths[min(self._place + 1, len(self._widths) - 1)]
-        if typical > _FULL * verification and self._place:
+        if least > _FULL * verification and self._place:
             self._place -= 1
-        elif wider > self.width and typical * wider / self.width < _ROOM * verification:
+        elif wider > self.width and least * wider / self.width < _ROOM * verification:
             self._place += 1
         else:
             return

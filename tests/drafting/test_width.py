@@ -36,11 +36,12 @@ def test_as_many_branches_as_there_is_time_for(most: int, fixed: float, each: fl
     assert set(settled(most, fixed, each)) == {expected}
 
 
-def test_a_slow_round_changes_nothing() -> None:
+def test_two_slow_rounds_change_nothing() -> None:
+    """The first two of a shape are: catches fewer branches because of them, which are a new shape again."""
     chosen = WidthInTime(16)
     for i in range(50):
-        chosen.add(0.3 if i % 5 == 0 else 0.01, VERIFICATION)
-    assert chosen.width == 16
+        chosen.add(0.3 if i % 3 else 0.01, VERIFICATION)
+        assert chosen.width == 16
 
 
 def test_widths_are_steps_up_to_a_number() -> None:
