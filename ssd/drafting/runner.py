@@ -266,6 +266,8 @@ class DraftRunner:
     @torch.inference_mode()
     def record(self, fan_out: FanOut) -> None:
         """On a CPU: runs of one sequence until their pieces are recorded, while there are no sequences."""
+        if self.decoder.recordings is None:
+            return
         slot, block = 0, 0
         self.state.append(slot, 0, [0], 0)
         self.model_runner.tables.reset(slot)

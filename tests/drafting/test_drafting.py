@@ -201,6 +201,36 @@ def test_pieces_are_recorded_and_write_the_same(model: DraftModel, alone: LLM, m
     rounds.end()
 
 
+def test_runs_that_were_recorded_compute_nothing_anew(
+    model: DraftModel, alone: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first round on: catches shapes that were left out, and drafts of the text they were recorded with."""
+    recordings = model.runner.decoder.recordings
+    assert recordings is not None
+    recordings.clear()
+    model.runner.record(Adaptive())
+    computed: list[int] = []
+    compute = DraftRunner._compute
+
+    def counted(self: DraftRunner, shape: Any, piece: int) -> None:
+        computed.append(piece)
+        compute(self, shape, piece)
+
+    monkeypatch.setattr(DraftRunner, "_compute", counted)
+    for budget in (16, 6, 1):
+        rounds = Rounds(ahead(model, budget=budget, backup="fast"), model, texts=TEXTS[2:])
+        for drafts in ([[]], None, [[5, 6]]):
+            [(_, draft)] = rounds.launch(drafts)
+            [sequence] = rounds.sequences
+            found = rounds.drafter.prepared(sequence)
+            assert 0 < len(found) <= budget
+            for (after, token), written in found.items():
+                assert list(written) == continued(alone, [*sequence.tokens, *draft[:after], token], K, SamplingParams())
+            rounds.decide((0, 9))
+        rounds.end()
+    assert all(piece < 0 for piece in computed)  # reading, which plans with torch
+
+
 def test_what_was_prepared_is_the_next_draft(model: DraftModel, alone: LLM) -> None:
     """A hit is looked up; after a miss the target waits for a draft (jit)."""
     rounds = Rounds(ahead(model), model)
@@ -336,7 +366,14 @@ def test_a_preparation_that_is_waited_for_is_narrower_next_time(model: DraftMode
     widths = [width(late=False) for _ in range(64)]
     assert widths == sorted(widths)
     assert widths[-1] == 16
+    width(late=True)
     rounds.end()
+    other = Rounds(rounds.drafter, model, texts=TEXTS[1:2])
+    other.sequences[0].id = 7
+    other.launch()
+    assert len(other.drafter.prepared(other.sequences[0])) == 16  # the round that interrupted was another text's
+    other.decide((0, 9))
+    other.end()
 
 
 def test_a_small_preparation_shares_the_gpu(model: DraftModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ from random_requests import (
 from ssd import LLM, SamplingParams
 from ssd.assembly import draft_workers
 from ssd.cli.trace import record
-from ssd.core import MODEL_WRITTEN, Origin, Proposal, RequestOutput, Work
+from ssd.core import MODEL_WRITTEN, Origin, Outcome, Proposal, RequestOutput, Work
 from ssd.drafting import table
 from ssd.drafting.late import LateBindingDrafter
 from ssd.drafting.table import DraftTables
@@ -298,6 +298,24 @@ def test_what_was_prepared_before_another_drafter_s_rounds_is_not_looked_up(play
     played.drafter.catch_up([played.work])
     assert played.drafter.propose([played.work]) == [Proposal()]
     assert played.drafter.tables.looked_up is None
+
+
+def test_a_late_worker_is_asked_for_fewer_branches(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches rounds that wait for branches that nobody can prepare in time, and numbers that nobody reads."""
+    drafter, now, budgets = played.drafter, 0.0, list[int]()
+    monkeypatch.setattr(drafter, "_clock", lambda: now)
+    for number in range(2, 30):
+        drafter.propose([played.work])
+        drafter.decided([], [])
+        message = played.worker.receive(timeout=10)
+        assert message is not None
+        budgets.append(decode_round(message.payload).budget)
+        now += 0.003 * budgets[-1]  # what the worker takes
+        played.worker.post(Message(Kind.PREPARED, number, encode_prepared({})))
+        drafter.observe([played.work], [Outcome((9,))], 0.0075)
+    assert budgets[0] == 4
+    assert budgets == sorted(budgets, reverse=True)
+    assert budgets[-1] == 2
 
 
 @pytest.mark.parametrize("masked", [False, True])
