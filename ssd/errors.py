@@ -11,6 +11,10 @@ class ConfigError(SSDError, ValueError):
     """An engine option is invalid or contradicts another one."""
 
 
+class NotEnoughMemory(ConfigError):
+    """A model does not fit into the memory that is free."""
+
+
 class RequestError(SSDError, ValueError):
     """One request cannot be served; every other request goes on."""
 

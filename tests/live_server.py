@@ -70,6 +70,13 @@ class Served:
 def serving(llm: LLM, *, send_buffer: int | None = None, **options: Any) -> Iterator[Served]:
     """A server of this LLM. `send_buffer`: bytes that the system keeps for a client that does not read."""
     app = create_app(llm, ServerOptions(served_model_name=MODEL, **options))
+    with running(app, send_buffer=send_buffer) as (url, server, thread):
+        yield Served(llm, url, server, thread)
+
+
+@contextmanager
+def running(app: Any, *, send_buffer: int | None = None) -> Iterator[tuple[str, Server, threading.Thread]]:
+    """An application on a port of its own: its address, the server and its thread."""
     with socket.socket() as listener:
         if send_buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
@@ -80,7 +87,7 @@ def serving(llm: LLM, *, send_buffer: int | None = None, **options: Any) -> Iter
         thread.start()
         try:
             until(lambda: server.started)
-            yield Served(llm, f"http://127.0.0.1:{port}", server, thread)
+            yield f"http://127.0.0.1:{port}", server, thread
         finally:
             server.should_exit = True
             thread.join(20)

@@ -26,7 +26,7 @@ from ssd.decoding.rejection import RejectionTarget
 from ssd.decoding.round import Round
 from ssd.engine.engine import Engine
 from ssd.engine.scheduler import Scheduler
-from ssd.errors import ConfigError, EngineFailed
+from ssd.errors import ConfigError, EngineFailed, NotEnoughMemory
 from ssd.execution.features import Features
 from ssd.execution.runner import ModelRunner
 from ssd.execution.target import Target
@@ -112,7 +112,7 @@ def _assemble(
             raise EngineFailed(ranks.failure)
     except torch.OutOfMemoryError as error:
         kv = "gpu_memory_utilization" if config.num_kv_blocks is None else "num_kv_blocks"
-        raise ConfigError(
+        raise NotEnoughMemory(
             "the GPU's memory does not hold the models and their buffers: lower max_num_seqs, max_model_len or "
             f"{kv}, or free memory on the device ({error})"
         ) from error

@@ -20,7 +20,7 @@ from ssd.assembly.memory import (
 )
 from ssd.assembly.models import formats_of, num_slots
 from ssd.config import EngineConfig
-from ssd.errors import ConfigError
+from ssd.errors import ConfigError, NotEnoughMemory
 from ssd.grafts.graft import GraftCheckpoint
 from ssd.grafts.shapes import SHAPES
 from ssd.layers.formats import FormatOf
@@ -39,7 +39,7 @@ class Model(NamedTuple):
 
 
 def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint | EagleCheckpoint], device: torch.device) -> None:
-    """ConfigError, with what would fit, if the models (the target first) are too large for the device's free memory.
+    """NotEnoughMemory, with what would fit, if the models (the target first) are too large for what is free.
 
     Counts what is certain to be needed; activations and scratch come on top.
     """
@@ -60,7 +60,7 @@ def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint | EagleCheckpoi
     if weights + per_block > available:
         remedies = " or ".join(_remedies(config, checkpoints, models, available, device))
         forms = (format_names(m.config, m.format_of) or str(m.dtype).removeprefix("torch.") for m in models)
-        raise ConfigError(
+        raise NotEnoughMemory(
             f"model={config.model!r}{' and its draft need' if len(models) > 1 else ' needs'} {gib(weights)} for the "
             f"weights in {' and '.join(dict.fromkeys(forms))}, but {free}: use {remedies}"
         )
@@ -68,7 +68,7 @@ def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint | EagleCheckpoi
     limit = min(config.max_model_len or positions, positions)
     state = num_slots(config) * limit * 4  # token ids of every slot
     if weights + per_block + state > available:
-        raise ConfigError(
+        raise NotEnoughMemory(
             f"max_num_seqs={config.max_num_seqs} sequences of {limit} tokens need {gib(state)} beside weights of "
             f"{gib(weights)}, but {free}: lower max_num_seqs or max_model_len"
         )
@@ -77,7 +77,7 @@ def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint | EagleCheckpoi
 
 
 def check_draft_fits(config: EngineConfig, draft: Checkpoint | EagleCheckpoint) -> None:
-    """ConfigError if the replicas of a draft model on a device of their own are too large for it.
+    """NotEnoughMemory if the replicas of a draft model on a device of their own are too large for it.
 
     On a CPU they share its memory; each has a GPU of its own.
     """
@@ -87,7 +87,7 @@ def check_draft_fits(config: EngineConfig, draft: Checkpoint | EagleCheckpoint) 
     block = draft.config.kv_bytes_per_token(dtype) * kv_block_size(config, device)
     needed, available = shared * (weight_bytes(draft.config, dtype, format_of) + block), available_bytes(config, device)
     if needed > available:
-        raise ConfigError(
+        raise NotEnoughMemory(
             f"speculation draft={speculation.draft!r} needs {gib(needed)} on draft_device={str(device)!r}, where "
             f"{gib(max(0, available))} are free: use another device, draft_quantization or a smaller draft"
         )
@@ -98,12 +98,12 @@ def _check_kv(config: EngineConfig, limit: int, left: int, per_block: int, neede
     most = left // per_block
     beside = f"but {gib(left)} are left beside the weights"
     if config.num_kv_blocks is not None and config.num_kv_blocks > most:
-        raise ConfigError(
+        raise NotEnoughMemory(
             f"num_kv_blocks={config.num_kv_blocks} needs {gib(config.num_kv_blocks * per_block)}, {beside}: use at "
             f"most {most}, or leave it out for what fits"
         )
     if config.max_model_len is not None and needed(limit) > most:
-        raise ConfigError(
+        raise NotEnoughMemory(
             f"max_model_len={config.max_model_len} needs {gib(needed(limit) * per_block)} of KV, {beside}: use at "
             f"most {longest_sequence(most, needed, limit)}, or leave it out for what fits"
         )

@@ -15,7 +15,7 @@ import torch
 
 from ssd.assembly.device import batched_tokens, kv_block_size
 from ssd.config import EngineConfig
-from ssd.errors import ConfigError
+from ssd.errors import NotEnoughMemory
 from ssd.execution.graphs import PREFILL_BUCKETS, row_buckets
 from ssd.kv.blocks import most_blocks
 from ssd.layers.formats import FormatOf, dense
@@ -136,9 +136,9 @@ def fitting_length(config: EngineConfig, limit: int, num_blocks: int, needed: Bl
     else:
         remedy = "raise gpu_memory_utilization, free memory on the GPU, or lower max_num_seqs"
     if capacity == 0:
-        raise ConfigError(f"no memory is left for KV beside the weights and their buffers: {remedy}")
+        raise NotEnoughMemory(f"no memory is left for KV beside the weights and their buffers: {remedy}")
     if config.max_model_len is not None:
-        raise ConfigError(
+        raise NotEnoughMemory(
             f"max_model_len={limit} does not fit, the KV pool holds {capacity} tokens: lower it to that, or {remedy}"
         )
     log.warning("max_model_len is %d: the KV pool holds no more (the model could take %d)", capacity, limit)

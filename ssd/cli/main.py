@@ -96,7 +96,7 @@ _add = functools.partial(app.command, cls=Command)
 _add(help=demo.HELP)(demo.demo)
 _add(help=chat.HELP)(chat.chat)
 _add()(generate.generate)
-_add(help=serve.HELP)(serve.serve)
+_add(help=serve.HELP, context_settings={"auto_envvar_prefix": "SSD"})(serve.serve)  # SSD_PORT stands for --port
 _add(help=explain.HELP)(explain.explain)
 _add(help=bench.HELP)(bench.bench)
 _add("bench serve", help=bench_serve.HELP)(bench_serve.bench_serve)

@@ -24,6 +24,7 @@ from ssd.config import EngineConfig, SpeculationConfig
 from ssd.core import SamplingParams
 from ssd.errors import ConfigError
 from ssd.options import Option, options_of
+from ssd.server.models.options import CatalogOptions
 from ssd.server.options import ServerOptions
 
 Given = dict[str, Any]  # options by the names of their fields, without those that were not given
@@ -33,6 +34,7 @@ PANELS: Final[Mapping[type, str]] = {
     SpeculationConfig: "Speculation: the same text, faster",
     EngineConfig: "Engine",
     ServerOptions: "Server",
+    CatalogOptions: "Several models",
 }
 DEFAULTS: Final = {
     "mode": "sd with a draft, else ar",

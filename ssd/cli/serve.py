@@ -7,15 +7,18 @@ import os
 import socket
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from ssd.cli.console import errors, follow, print_note, stages
-from ssd.cli.options import MODEL, Flags, Given, command
+from ssd.cli.options import MODEL, PANELS, Flags, Given, command, flag_of
+from ssd.cli.server_file import ServerFile, flat, in_folder, served_models
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError, EngineFailed, install_extra
 from ssd.parallel.launch import Launch
+from ssd.server.models.options import CatalogOptions, ServedModel
 from ssd.server.options import ServerOptions, is_loopback
 
 if TYPE_CHECKING:
@@ -36,17 +39,35 @@ ends it at once. Needs the extra [cyan]serve[/].
 
   ssd serve MODEL --replicas 8
 
+  ssd serve --models-dir ~/models   (each is loaded when a request names it; --config FILE has their options)
+
   curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \
 -d '{"model": "tiny-llama", "prompt": "Once upon a time"}'
 """
 REPLICAS: Final = "Replicas, on Ray Serve"
+SEVERAL: Final = PANELS[CatalogOptions]
 
 
 @command
 def serve(
-    model: Annotated[str, MODEL] = "tiny-llama",
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    model: Annotated[str | None, MODEL] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port to listen on.", show_default="8000")] = None,
+    models_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Serve all models of this folder: its .gguf files, and its folders with a config.json. Each is loaded "
+            "when a request names it.",
+            rich_help_panel=SEVERAL,
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="Serve the models of this TOML file, with their options. Every flag has a key there.",
+            rich_help_panel=SEVERAL,
+        ),
+    ] = None,
     replicas: Annotated[
         int | None,
         typer.Option(
@@ -65,10 +86,21 @@ def serve(
         ),
     ] = None,
     *,
+    catalog: Annotated[Given, Flags(CatalogOptions)],
     server: Annotated[Given, Flags(ServerOptions)],
     engine: Annotated[Given, Flags(EngineConfig)],
 ) -> None:
-    options = ServerOptions(**{"served_model_name": model, **server})
+    several = models_dir is not None or config is not None
+    if several and (model is not None or replicas is not None or (models_dir is not None and config is not None)):
+        raise ConfigError("--config, --models-dir, --replicas and a MODEL are ways to say what is served: use one")
+    if catalog and not several:
+        raise ConfigError(f"{flag_of(next(iter(catalog)))}: only with --config or --models-dir")
+    if several and (single := [name for name in ("served_model_name", "aliases") if name in server]):
+        raise ConfigError(f"{flag_of(single[0])}: is for one MODEL; --config has names and aliases of several")
+    file = ServerFile.read(config) if config is not None else ServerFile()
+    host, port = host or file.place.get("host", "127.0.0.1"), port or file.place.get("port", 8000)
+    model = model or "tiny-llama"
+    options = ServerOptions(**{"served_model_name": model, **_as_flags(file.server), **server})
     if ray_address is not None and replicas is None:
         raise ConfigError("--ray-address: only with --replicas")
     if replicas is not None and Launch.found() is not None:
@@ -79,8 +111,13 @@ def serve(
         options = replace(options, allowed_hosts=("localhost",))
     follow(engine)
     sockets = _listen(host, port)  # first: a model may take minutes to load
-    addresses = _addresses(options, host, port)
-    if replicas is None:
+    addresses = _addresses(None if several else options.served_model_name, host, port)
+    if several:
+        limits = CatalogOptions(**{**file.catalog, **catalog})
+        tables = file.models if models_dir is None else in_folder(models_dir)
+        models = served_models(tables, {**file.engine, **flat(engine)}, limits)
+        _serve_models(models, limits, options, sockets, addresses)
+    elif replicas is None:
         _serve_engine(model, engine, options, sockets, addresses)
     else:
         cluster = ray_address or os.environ.get("RAY_ADDRESS")
@@ -101,6 +138,32 @@ def _serve_engine(
         _run(app, sockets, [*_summary(llm.config), *addresses])
         if llm.driver.failure is not None:
             raise EngineFailed(llm.driver.failure)
+
+
+def _serve_models(
+    models: list[ServedModel],
+    limits: CatalogOptions,
+    options: ServerOptions,
+    sockets: list[socket.socket],
+    addresses: list[str],
+) -> None:
+    from ssd.server.models.catalog import Catalog
+    from ssd.server.models.front import create_front
+
+    catalog = Catalog(models, limits)
+    try:
+        for model in (each for each in models if each.pinned):
+            with stages(f"loading {model.name}", lines=True):
+                catalog.preload(model)
+        names = ", ".join(catalog.slots)
+        _run(create_front(catalog, options), sockets, [f"models      {names}", *addresses])
+    finally:
+        catalog.close()
+
+
+def _as_flags(table: Given) -> Given:
+    """Options of a server from a file, whose lists are tuples here."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
 
 
 def _serve_replicas(
@@ -148,10 +211,11 @@ def _summary(config: EngineConfig) -> list[str]:
     ]
 
 
-def _addresses(options: ServerOptions, host: str, port: int) -> list[str]:
+def _addresses(model: str | None, host: str, port: int) -> list[str]:
     name = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     address = f"http://{f'[{name}]' if ':' in name else name}:{port}"
-    return [f"API         {address}/v1, model {options.served_model_name}", f"playground  {address}/"]
+    served = "GET /v1/models lists the models" if model is None else f"model {model}"
+    return [f"API         {address}/v1, {served}", f"playground  {address}/"]
 
 
 def _run(app: FastAPI, sockets: list[socket.socket], notes: list[str]) -> None:

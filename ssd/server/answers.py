@@ -36,7 +36,7 @@ def check_common(request: Request, body: GenerationRequest) -> None:
 
 def check_model(state: ServerState, model: str | None) -> None:
     served = state.options.served_model_name
-    if model is not None and model != served:
+    if model is not None and model not in (served, *state.options.aliases):
         raise ApiError(
             404, f"model {model!r} is not served here: use {served!r}", param="model", code="model_not_found"
         )

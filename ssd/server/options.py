@@ -24,6 +24,7 @@ class ServerOptions:
     """Limits and identity of a server. Times are in seconds."""
 
     served_model_name: str = field(metadata=described("Name of the model in requests and answers."))
+    aliases: tuple[str, ...] = option((), "Another name by which requests may ask for the model.", flags=("--alias",))
     api_keys: tuple[str, ...] = option(
         (), "Serve only clients with this key; without one, everybody.", flags=("--api-key",), env="SSD_API_KEY"
     )

@@ -60,7 +60,8 @@ class RequestIdMiddleware:
             await self._app(scope, receive, tagged)
         finally:
             status = scope["state"].get("status", status) or GONE  # the former: the connection has answered itself
-            scope["app"].state.server.http_requests.count(scope["path"], status)
+            if not scope["state"].get("forwarded"):  # else what has answered it counts it
+                scope["app"].state.server.http_requests.count(scope["path"], status)
             if self._log and not (scope["path"] in _POLLED and status < HTTPStatus.BAD_REQUEST):
                 self._write_log(scope, status, time.perf_counter() - begin)
 

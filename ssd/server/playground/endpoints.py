@@ -93,15 +93,20 @@ class BranchWatch(RoundObserver):
                 found[work.sequence.num_output] = prepared(work.sequence)
 
 
+def page() -> APIRouter:
+    """The page, and what it loads."""
+    made = APIRouter(route_class=JsonRoute, include_in_schema=False)
+    for path, (name, kind) in PAGE.items():
+        made.add_api_route(path, _static(name, kind), methods=["GET"])
+    return made
+
+
 def router(llm: LLM) -> APIRouter:
     """The playground's endpoints. Observes the LLM's rounds if its branches can be seen."""
-    made = APIRouter(route_class=JsonRoute, include_in_schema=False)
+    made = page()
     watch = BranchWatch() if _branches_visible(llm) else None
     if watch is not None:
         llm.driver.call(lambda engine: engine.round.observers.append(watch))
-
-    for path, (name, kind) in PAGE.items():
-        made.add_api_route(path, _static(name, kind), methods=["GET"])
 
     @made.post("/playground/chat")
     async def chat(body: PlaygroundRequest, request: Request) -> Response:

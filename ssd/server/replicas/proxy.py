@@ -30,13 +30,13 @@ from ssd.server.app import PATHS
 from ssd.server.errors import ApiError
 from ssd.server.generation import NO_RETRY, TIMED_OUT
 from ssd.server.http import middleware
+from ssd.server.http.forwarding import scope_of
 from ssd.server.metrics import HttpRequests, exposition
 from ssd.server.options import ServerOptions
 
 log = logging.getLogger("ssd")
 
 _ATTEMPTS: Final = 3  # replicas that a request is sent to: one that makes engines fail must not reach all of them
-_SENT: Final = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers")
 # fields of the playground's state that are summed over replicas
 _SUMMED: Final = ("running", "waiting", "output_tokens", "drafted", "accepted", "look_ups", "hits")
 
@@ -173,7 +173,7 @@ class _Forward:
 
     async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
         avoid: list[str] = []
-        request_id, sent = scope["state"]["request_id"], _scope(scope)
+        request_id, sent = scope["state"]["request_id"], scope_of(scope)
         timeout = self._state.options.request_timeout
         deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         for _ in range(_ATTEMPTS):
@@ -226,13 +226,6 @@ class _Answer:
             raise error
         body = last_events(self._scope["path"], error, self._scope["state"]["request_id"], self._num_events)
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-def _scope(scope: Scope) -> Scope:
-    """What a replica gets of a request's scope, under the request id of this process."""
-    request_id = scope["state"]["request_id"].encode()
-    headers = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
-    return {name: scope[name] for name in _SENT} | {"headers": [*headers, (b"x-request-id", request_id)]}
 
 
 async def _parts(receive: Receive) -> AsyncGenerator[bytes]:

@@ -4,6 +4,8 @@
 const $ = (id) => document.getElementById(id);
 const MINUTE = 60; // samples that a chart shows
 const paths = new Paths($("paths"));
+const model = new URLSearchParams(location.search).get("model"); // of a server of several; null: its first one
+const query = model === null ? "" : `?model=${encodeURIComponent(model)}`;
 let server = null; // the last answer of /playground/state
 let conversation = []; // {role, content, runs?, shown?}; runs: one per mode in which an answer was written
 let samples = []; // one a second: [tokens/s, acceptance, hit rate]
@@ -34,7 +36,7 @@ async function* events(response) {
 // Writes one answer into `shown`; returns its run: {mode, text, rounds, …}.
 async function write(messages, settings, shown, signal) {
   const run = { mode: settings.speculate ? server.mode : "ar", seed: settings.seed, text: "", tokens: 0, rounds: [] };
-  const response = await fetch("/playground/chat", {
+  const response = await fetch(`/playground/chat${query}`, {
     method: "POST",
     headers: headers({ "Content-Type": "application/json" }),
     body: JSON.stringify({ messages, ...settings }),
@@ -238,7 +240,7 @@ function save() {
 
 async function poll() {
   try {
-    const response = await fetch("/playground/state", { headers: headers({}) });
+    const response = await fetch(`/playground/state${query}`, { headers: headers({}) });
     $("key-label").hidden = response.status !== 401 && !$("key").value;
     if (!response.ok) throw new Error((await response.json()).error.message);
     take(await response.json());
@@ -252,6 +254,7 @@ function take(state) {
   const before = server;
   server = state;
   if (!before) begin();
+  describe();
   if (!before || before.seconds >= state.seconds) return;
   const share = (part, whole) => (state[whole] > before[whole] ? (state[part] - before[part]) / (state[whole] - before[whole]) : null);
   const rate = (state.output_tokens - before.output_tokens) / (state.seconds - before.seconds);
@@ -291,13 +294,21 @@ function chart(id, place, most, label) {
 
 // --- beginning ---------------------------------------------------------------------------------------------------
 
-function begin() {
+// What is served; of a model that is loaded on demand, more is known once it is.
+function describe() {
   const drafts = server.draft ? `, ${server.draft} drafts` : "";
   $("served").textContent = `${server.model}: ${server.mode.toUpperCase()}${drafts}${server.note ? `. ${server.note}` : ""}`;
-  $("mode").options[0].textContent = server.mode.toUpperCase();
-  if (server.mode === "ar") $("mode").options[1].remove();
   $("branches-label").hidden = !server.branches;
   $("no-branches").hidden = server.mode !== "ssd" || server.branches;
+}
+
+function begin() {
+  $("mode").options[0].textContent = server.mode.toUpperCase();
+  if (server.mode === "ar") $("mode").options[1].remove();
+  for (const name of server.models || []) {
+    $("model").append(new Option(name, name, false, name === server.model));
+    $("model-label").hidden = false;
+  }
   conversation = JSON.parse(sessionStorage.getItem("conversation") || "[]");
   samples = JSON.parse(sessionStorage.getItem("samples") || "[]");
   conversation.forEach((_, place) => show(place));
@@ -335,6 +346,9 @@ document.addEventListener("keydown", (event) => event.key === "Escape" && runnin
 $("stop").addEventListener("click", () => {
   running.abort();
   $("prompt").focus();
+});
+$("model").addEventListener("change", () => {
+  location.search = `?model=${encodeURIComponent($("model").value)}`;
 });
 $("new").addEventListener("click", () => {
   conversation = [];
