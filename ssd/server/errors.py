@@ -155,8 +155,9 @@ def unsupported(path: str, why: str) -> ApiError:
     return ApiError(400, f"{path}: {why}", param=path, code="unsupported_parameter")
 
 
-def unknown(path: str) -> ApiError:
-    return ApiError(400, f"{path}: is not a known parameter", param=path, code="unknown_parameter")
+def unknown(path: str, hint: str = "") -> ApiError:
+    """`hint`: what may have been meant."""
+    return ApiError(400, f"{path}: is not a known parameter{hint}", param=path, code="unknown_parameter")
 
 
 @contextmanager
@@ -164,7 +165,7 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
     """Errors of requests name the fields as the client does: `names` maps a name used here to the client's."""
     try:
         yield
-    except (ApiError, RequestError) as error:
+    except (ApiError, RequestError, RequestValidationError) as error:
         raise api_error(error).renamed(names) from error
 
 

@@ -53,6 +53,9 @@ class ServerOptions:
         "auto",
         "Format of the model's tool calls. json: a message that is a JSON object. auto: by the chat template.",
     )
+    strict_parameters: bool = option(
+        False, "Refuse requests with fields that this API does not have; otherwise these are ignored, with a warning."
+    )
     otlp_traces_endpoint: str | None = option(
         None, "Send OpenTelemetry traces to this address, over HTTP: http://localhost:4318/v1/traces."
     )

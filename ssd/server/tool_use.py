@@ -17,7 +17,7 @@ from ssd.core import SamplingParams
 from ssd.engine.validation import Limits, check_request
 from ssd.errors import RequestError
 from ssd.server.errors import invalid, unsupported
-from ssd.server.parameters import check_fields
+from ssd.server.fields import known_fields
 from ssd.server.protocol import ChatRequest, Json
 from ssd.text.harmony import is_harmony
 from ssd.text.message_format import MessageFormat, format_of, shown_tokens, tags_of
@@ -50,6 +50,7 @@ class ToolUse:
     forced: bool  # the answer is a call
     parallel: bool
     tokens: frozenset[str]  # tags that are tokens of the model's vocabulary
+    described: list[Json]  # the tools as the chat template gets them
 
     @property
     def names(self) -> frozenset[str]:
@@ -130,7 +131,8 @@ def read_tools(body: ChatRequest, chat_template: str, tool_parser: str, tokenize
         return None
     if _is_deep(body.tools):
         raise invalid("tools", f"nested more than {_MAX_DEPTH} levels deep")
-    functions = [_function(f"tools[{i}]", tool) for i, tool in enumerate(body.tools)]
+    described = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(body.tools)]
+    functions = [tool["function"] for tool in described]
     schemas = {function["name"]: function.get("parameters") or {"type": "object"} for function in functions}
     if len(schemas) < len(functions):
         raise invalid("tools", "two tools have the same name")
@@ -148,7 +150,7 @@ def read_tools(body: ChatRequest, chat_template: str, tool_parser: str, tokenize
     strict = frozenset(function["name"] for function in functions if function.get("strict"))
     tags = (*tags_of(parser), OPENING, CLOSING)
     tokens = frozenset(tag for tag in tags if tokenizer.token_id(tag) is not None)
-    return ToolUse(parser, schemas, paths, strict, choice != "auto", parallel, tokens)
+    return ToolUse(parser, schemas, paths, strict, choice != "auto", parallel, tokens, described)
 
 
 def special_tags(chat_template: str, tools: ToolUse | None, tokenizer: Tokenizer) -> list[int]:
@@ -164,19 +166,19 @@ def message_format(chat_template: str, prompt_end: str, tools: ToolUse | None) -
     return replace(form, reasoning=False, reasoning_opened=False) if tools.forced else form
 
 
-def _function(where: str, tool: Json) -> Json:
+def _tool(where: str, tool: Json) -> Json:
+    """The tool, checked, with its known fields."""
     if tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
         raise unsupported(where, "only {'type': 'function', 'function': {…}} is supported")
-    function: Json = tool["function"]
-    check_fields(where, tool, ("type", "function"))
-    check_fields(f"{where}.function", function, ("name", "description", "parameters", "strict"))
+    tool = known_fields(where, tool, ("type", "function"))
+    function = known_fields(f"{where}.function", tool["function"], ("name", "description", "parameters", "strict"))
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise invalid(f"{where}.function.name", "expected 1 to 64 letters, digits, '_', '-' or '.'")
     for field, kinds in (("description", str), ("parameters", dict), ("strict", bool)):
         if not isinstance(function.get(field), (kinds, type(None))):
             raise invalid(f"{where}.function.{field}", "has another type")
-    return function
+    return {**tool, "function": function}
 
 
 def _is_deep(value: object) -> bool:

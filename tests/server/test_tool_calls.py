@@ -144,8 +144,11 @@ def test_reasoning_opened_by_the_prompt(tool_server: Served, script: Script) -> 
     ],
 )
 def test_refusals_name_the_field(tool_server: Served, more: dict[str, Any], param: str) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        tool_server.client().chat.completions.create(**{"model": MODEL, "messages": ASK, **more})
+    with (
+        serving(tool_server.llm, strict_parameters=True) as strict,
+        pytest.raises(openai.BadRequestError) as caught,
+    ):
+        strict.client().chat.completions.create(**{"model": MODEL, "messages": ASK, **more})
     assert caught.value.param == param
 
 

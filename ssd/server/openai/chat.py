@@ -14,11 +14,13 @@ from ssd.core import Delta, RequestOutput, Sample, SamplingParams
 from ssd.errors import RequestError
 from ssd.llm import LLM, Prompt
 from ssd.server.answers import STREAMED, chat_logprobs, check_common, event_stream, usage, worth_sending
-from ssd.server.chat_messages import effort_options, message_delta, message_fields, template_message
+from ssd.server.chat_messages import message_delta, message_fields, template_message
+from ssd.server.effort import effort_options
 from ssd.server.errors import ApiError, AsciiJSON, api_error, invalid, renaming
 from ssd.server.generation import Generation, ServerState, start
 from ssd.server.harmony_answers import in_harmony
 from ssd.server.http.bodies import JsonRoute, on_thread
+from ssd.server.ignored import current
 from ssd.server.protocol import ChatRequest
 from ssd.server.tool_prompt import as_text
 from ssd.server.tool_use import ToolUse, message_format, read_tools, special_tags
@@ -42,14 +44,14 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         "system_fingerprint": state.fingerprint,
     }
     if body.stream:
-        return event_stream(_chunks(head, body, generation, form))
+        return event_stream(_chunks(head, body, generation, form, current().answer))
     output = await generation.finish()
     messages = [message_fields(parse(sample.text, form)) for sample in output.samples]
     choices = [
         _choice(body, sample, {"message": {"role": "assistant", **fields}}, called="tool_calls" in fields)
         for sample, fields in zip(output.samples, messages, strict=True)
     ]
-    answer = {**head, "object": "chat.completion", "choices": choices, "usage": usage([output])}
+    answer = {**head, "object": "chat.completion", "choices": choices, "usage": usage([output]), **current().answer}
     return AsciiJSON(answer | ({"prompt_token_ids": generation.prompt_token_ids} if body.return_token_ids else {}))
 
 
@@ -164,7 +166,7 @@ def _read(
     template = tokenizer.template_source(body.chat_template, body.tools)
     messages = [template_message(f"messages[{i}]", message, template) for i, message in enumerate(body.messages)]
     tools = read_tools(body, template, named, tokenizer)
-    described = (body.tools or []) if tools is not None else []
+    described = tools.described if tools is not None else []
     options: dict[str, Any] = {}
     if has_tools(template):
         options = {"tools": described} if described else {}
@@ -216,12 +218,14 @@ def _choice(body: ChatRequest, sample: Sample | Delta, message: dict[str, Any], 
 
 
 async def _chunks(
-    head: dict[str, Any], body: ChatRequest, generation: Generation, form: MessageFormat
+    head: dict[str, Any], body: ChatRequest, generation: Generation, form: MessageFormat, last: dict[str, Any]
 ) -> AsyncIterator[dict[str, Any]]:
+    """`last`: what the last chunk has beside the others' fields."""
     head = {**head, "object": "chat.completion.chunk"}
     more = {"usage": None} if body.include_usage else {}
     role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
     parsers, called = [form.parser() for _ in range(body.n or 1)], set[int]()
+    num_open = len(parsers)
     for index in range(len(parsers)):
         yield {**head, "choices": [{"index": index, **role}], **more}
     async for delta in generation.deltas():
@@ -229,6 +233,8 @@ async def _chunks(
             parser = parsers[delta.index]
             fields = message_delta(parser.feed(delta.text) + (parser.finish() if delta.finish_reason else []))
             called |= {delta.index} if "tool_calls" in fields else set()
-            yield {**head, "choices": [_choice(body, delta, {"delta": fields}, called=delta.index in called)], **more}
+            num_open -= delta.finish_reason is not None
+            choice = _choice(body, delta, {"delta": fields}, called=delta.index in called)
+            yield {**head, "choices": [choice], **(more or ({} if num_open else last))}
     if body.include_usage:
-        yield {**head, "choices": [], "usage": usage([generation.output])}
+        yield {**head, "choices": [], "usage": usage([generation.output]), **last}
