@@ -215,5 +215,6 @@ TOKENIZE: Final[Table] = {
 STRUCTURED_OUTPUTS: Final[Table] = {
     **_all("disable_fallback disable_any_whitespace", Foreign(None)),
     "whitespace_pattern": Foreign((), "white space between the parts of a JSON text is bounded"),
+    "disable_additional_properties": Alias("additional_properties", lambda value: None if value else True),
     "structural_tag": Foreign((), "use tools, or a grammar", refused=True),
 }

@@ -7,6 +7,7 @@ a request to those.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import (
@@ -32,7 +33,7 @@ from ssd.server.fields import EMPTY, NONE, Published, Table, known_fields
 MAX_TOP_LOGPROBS: Final = 20
 MAX_STOPS: Final = 1000
 _PIECE: Final = 1 << 14  # items
-_STRUCTURED: Final = ("json", "json_object", "regex", "choice", "grammar")
+_STRUCTURED: Final = ("json", "json_object", "regex", "choice", "grammar", "additional_properties")
 _FORMATS: Final = ("text", "json_schema", "json_object", "regex", "choice", "grammar")
 SCHEMA: Final = ("name", "description", "schema", "strict")  # fields of a `response_format` of the type json_schema
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
@@ -175,13 +176,19 @@ class GenerationRequest(SamplingRequest):
     return_token_ids: bool | None = None  # the token ids beside the text
     response_format: Json | None = None
 
-    def sampling_params(self, defaults: Json, max_tokens: int, logprobs: int | None) -> SamplingParams:
-        """`defaults`: the server's; `max_tokens`: the default of the endpoint; `logprobs`: how many per token."""
+    def sampling_params(
+        self, defaults: Json, max_tokens: int, logprobs: int | None, additional_properties: bool = False
+    ) -> SamplingParams:
+        """`defaults`, `additional_properties`: the server's; `max_tokens`: the default of the endpoint; `logprobs`: how
+        many per token."""
         same = SamplingParams.__dataclass_fields__.keys() & GenerationRequest.model_fields
         given = {name: value for name in same if (value := getattr(self, name)) is not None}
         given = {**defaults, "max_tokens": max_tokens, **given}
         given["top_k"] = max(0, given.get("top_k", 0))
-        return SamplingParams(**given, logprobs=logprobs, structured=self._structured())
+        structured = self._structured()
+        if structured is not None and additional_properties:
+            structured = replace(structured, additional_properties=True)
+        return SamplingParams(**given, logprobs=logprobs, structured=structured)
 
     @property
     def field_names(self) -> dict[str, str]:

@@ -180,18 +180,11 @@ PLAIN = (
 )
 
 
-@pytest.mark.parametrize(
-    ("more", "remedy"),
-    [
-        ("", "has no tools: start the server with --tool-parser hermes"),
-        ("{{ tools }}", "its format of calls is not known: if it is llama3, hermes or json, start"),
-    ],
-)
-def test_why_tools_are_refused_is_said_with_a_remedy(plain_llm: LLM, more: str, remedy: str) -> None:
-    """Catches one message for two causes."""
+def test_why_tools_are_refused_is_said_with_a_remedy(plain_llm: LLM) -> None:
     body = ChatRequest(model=MODEL, messages=ASK, tools=[CHAT_TOOL])
+    remedy = "its format of calls is not known: if it is llama3, hermes or json, start"
     with pytest.raises(ApiError, match=remedy) as caught:
-        read_tools(body, PLAIN + more, "auto", plain_llm.tokenizer)
+        read_tools(body, PLAIN + "{{ tools }}", "auto", plain_llm.tokenizer)
     assert (caught.value.status, caught.value.param) == (400, "tools")
 
 
@@ -200,6 +193,7 @@ def test_why_tools_are_refused_is_said_with_a_remedy(plain_llm: LLM, more: str, 
     [
         ("hermes", f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'),
         ("json", f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}'),
+        ("auto", f'```json\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n```'),
     ],
 )
 def test_a_named_parser_describes_tools_to_a_template_without_any(
@@ -394,15 +388,58 @@ def test_responses_call(tool_server: Served, script: Script) -> None:
 
 
 def test_responses_length(tool_server: Served, script: Script) -> None:
-    """A call that the limit of tokens has cut is incomplete."""
+    """A call that the limit of tokens has cut is incomplete, and no text."""
     script.text, script.finish_reason = CALL[:50], "length"
     client = tool_server.client().responses
     answer = client.create(model=MODEL, input="Weather?", tools=[RESPONSES_TOOL], max_output_tokens=5)
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-    assert answer.output_text == CALL[:50]
+    [call] = answer.output
+    assert (call.type, call.status) == ("function_call", "incomplete")
+    assert ARGUMENTS.startswith(call.arguments)
     events = list(client.create(model=MODEL, input="Weather?", tools=[RESPONSES_TOOL], stream=True))
     assert events[-1].type == "response.incomplete"
     assert events[-1].response.output[0].status == "incomplete"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("length", [3, 12, 30, 50, len(CALL) + 30])
+def test_no_markup_of_a_call_that_was_cut_is_content(
+    tool_server: Served, script: Script, length: int, stream: bool
+) -> None:
+    """Catches `<tool_call>` in the content, wherever the limit of tokens has cut the answer, in all APIs."""
+    script.text, script.finish_reason = f"{CALL}\n{CALL}"[:length], "length"
+    client, messages = tool_server.client(), claude(tool_server).messages
+    answer = client.chat.completions.create(model=MODEL, messages=ASK, tools=[CHAT_TOOL], stream=stream)
+    if stream:
+        chunks = list(answer)
+        assert not any(chunk.choices[0].delta.content for chunk in chunks)
+        assert chunks[-1].choices[0].finish_reason == "length"
+    else:
+        assert not answer.choices[0].message.content
+    options: Any = {"model": MODEL, "max_tokens": 50, "messages": ASK, "tools": [MESSAGES_TOOL]}
+    if stream:
+        with messages.stream(**options) as events:
+            blocks = [event.content_block.type for event in events if event.type == "content_block_start"]
+    else:
+        found = messages.create(**options)
+        blocks = [block.type for block in found.content]
+        assert found.stop_reason == "max_tokens"
+        assert all(block.input for block in found.content), "a tool cannot be called with what was cut"
+    assert set(blocks) <= {"tool_use"}
+
+
+def test_a_required_call_of_the_model_itself_leaves_no_content(served: Served) -> None:
+    """Catches calls that are repeated up to the limit of tokens, the last one as text."""
+    pytest.importorskip("llguidance")
+    client = served.client().chat.completions
+    options: dict[str, Any] = {"model": MODEL, "messages": ASK, "tools": [CHAT_TOOL], "tool_choice": "required"}
+    for limit in (200, 15, 4):
+        for seed in range(3):
+            message = client.create(**options, max_tokens=limit, seed=seed).choices[0].message
+            assert not message.content
+            assert len(message.tool_calls or ()) == 1 or limit < 200
+            chunks = client.create(**options, max_tokens=limit, seed=seed, stream=True)
+            assert not any(chunk.choices[0].delta.content for chunk in chunks)
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------

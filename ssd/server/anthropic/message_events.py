@@ -52,9 +52,12 @@ class AnthropicMessageWriter:
                 self._arguments += text
                 return [self._delta("input_json_delta", partial_json=text)]
             case CallEnd():
-                if event.broken is None:
+                closed = self._close()
+                if not event.complete:
+                    self.content.pop()  # there is no input to call the tool with
+                elif event.broken is None:
                     self.content[-1]["input"] = json.loads(self._arguments)
-                return self._close()
+                return closed
 
     def end(self, output: RequestOutput) -> list[Json]:
         events = self._close()

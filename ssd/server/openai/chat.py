@@ -27,7 +27,7 @@ from ssd.server.tool_use import ToolUse, message_format, read_tools, special_tag
 from ssd.text.events import Event
 from ssd.text.harmony import is_harmony
 from ssd.text.message_format import PROMPT_END, MessageFormat, parse, stop_tokens
-from ssd.text.tool_calls import PARSERS, has_tools
+from ssd.text.tool_calls import PARSERS, FencedParser, has_tools
 
 router = APIRouter(route_class=JsonRoute)
 _END: Final = "\x00end of the message\x00"  # marks where a message to be continued ends in the rendered chat
@@ -46,7 +46,8 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     if body.stream:
         return event_stream(_chunks(head, body, generation, form, current().answer))
     output = await generation.finish()
-    messages = [message_fields(parse(sample.text, form)) for sample in output.samples]
+    events = [parse(sample.text, form, cut=sample.finish_reason != "stop") for sample in output.samples]
+    messages = [message_fields(each) for each in events]
     choices = [
         _choice(body, sample, {"message": {"role": "assistant", **fields}}, called="tool_calls" in fields)
         for sample, fields in zip(output.samples, messages, strict=True)
@@ -98,7 +99,7 @@ async def respond(
     if stream:
         return event_stream(_written(generation, form, writer), named=True)
     output = await generation.finish()
-    for event in parse(output.text, form):
+    for event in parse(output.text, form, cut=output.finish_reason != "stop"):
         writer.add(event)
     writer.end(output)
     return AsciiJSON(writer.answer)
@@ -124,7 +125,7 @@ async def _parsed(generation: Generation, form: MessageFormat) -> AsyncIterator[
     async for delta in generation.deltas():
         for event in parser.feed(delta.text):
             yield event
-    for event in parser.finish():
+    for event in parser.finish(cut=generation.output.finish_reason != "stop"):
         yield event
 
 
@@ -136,7 +137,8 @@ def _params(body: ChatRequest, state: ServerState) -> SamplingParams:
         raise invalid("top_logprobs", "only with logprobs=true")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     max_tokens = next(iter(given), state.llm.driver.limits.max_model_len)
-    return body.sampling_params(state.sampling_defaults, max_tokens=max_tokens, logprobs=logprobs)
+    opened = state.options.additional_properties
+    return body.sampling_params(state.sampling_defaults, max_tokens, logprobs, additional_properties=opened)
 
 
 def _read_all(
@@ -165,13 +167,13 @@ def _read(
     named, tokenizer = state.options.tool_parser, state.llm.tokenizer
     template = tokenizer.template_source(body.chat_template, body.tools)
     messages = [template_message(f"messages[{i}]", message, template) for i, message in enumerate(body.messages)]
-    tools = read_tools(body, template, named, tokenizer)
+    tools = read_tools(body, template, named, tokenizer, state.options.additional_properties)
     described = tools.described if tools is not None else []
     options: dict[str, Any] = {}
     if has_tools(template):
         options = {"tools": described} if described else {}
-    elif named != "auto":
-        messages = as_text(messages, described, PARSERS[named])
+    else:
+        messages = as_text(messages, described, PARSERS.get(named, FencedParser))
     prompt, more = _prompt(state.llm, body, messages, options, bounded)
     return prompt, more, template, tools
 
@@ -231,9 +233,10 @@ async def _chunks(
     async for delta in generation.deltas():
         if worth_sending(body, delta):
             parser = parsers[delta.index]
-            fields = message_delta(parser.feed(delta.text) + (parser.finish() if delta.finish_reason else []))
+            ended, cut = delta.finish_reason is not None, delta.finish_reason != "stop"
+            fields = message_delta(parser.feed(delta.text) + (parser.finish(cut) if ended else []))
             called |= {delta.index} if "tool_calls" in fields else set()
-            num_open -= delta.finish_reason is not None
+            num_open -= ended
             choice = _choice(body, delta, {"delta": fields}, called=delta.index in called)
             yield {**head, "choices": [choice], **(more or ({} if num_open else last))}
     if body.include_usage:

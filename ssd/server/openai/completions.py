@@ -37,8 +37,9 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     if only:  # a token is computed, and left out
         body = body.model_copy(update={"max_tokens": 1})
     with renaming(body.field_names):
+        defaults, opened = state.sampling_defaults, state.options.additional_properties
         params = await on_thread(
-            request.state.large, body.sampling_params, state.sampling_defaults, _MAX_TOKENS, body.logprobs
+            request.state.large, body.sampling_params, defaults, _MAX_TOKENS, body.logprobs, opened
         )
         params = replace(params, prompt_logprobs=body.logprobs) if scored else params
         generations = await start(state, body.prompts, params, request=request, stream=bool(body.stream))

@@ -40,7 +40,7 @@ class ResponseWriter:
                 self._output[-1]["arguments"] += text
                 return [self._item("response.function_call_arguments.delta", delta=text)]
             case CallEnd():
-                return self._close(complete=event.broken is None)
+                return self._close(complete=event.broken is None and event.complete)
 
     def end(self, output: RequestOutput) -> list[Json]:
         complete = output.finish_reason != "length"
