@@ -85,22 +85,25 @@ MESSAGES: Final[Table] = {
 }
 
 # of inner objects
-_CALLERS: Final[Table] = {"allowed_callers": only(["direct"]), "defer_loading": only(False)}
+_UNTOLD: Final = "the model is not told of it"
+_CALLERS: Final[Table] = {
+    "allowed_callers": only(["direct"]),
+    "defer_loading": only(False, ignored="the model is told of the tool at once"),
+}
 STREAM_OPTIONS: Final[Table] = {"include_obfuscation": HINT}
 TEXT: Final[Table] = {"verbosity": only("medium")}
 REASONING: Final[Table] = {
-    "context": only("auto"),
+    "context": only("auto", ignored="the chat template chooses which reasoning of earlier turns it writes"),
     "generate_summary": HINT,
     "mode": only("standard"),
     "summary": HINT,
 }
-RESPONSES_TOOL: Final[Table] = {**_CALLERS, "async": only(False), "output_schema": REFUSED}
+RESPONSES_TOOL: Final[Table] = {**_CALLERS, "async": only(False), "output_schema": Published(ignored=_UNTOLD)}
 RESPONSES_ITEM: Final[Table] = {
     "async": only(False),
     "caller": only({"type": "direct"}),
     "encrypted_content": Published(remedy="send the content of the reasoning"),
     "id": HINT,
-    "namespace": REFUSED,
     "phase": HINT,
     "status": HINT,
     "summary": HINT,
@@ -111,7 +114,7 @@ MESSAGES_TOOL: Final[Table] = {
     **_CALLERS,
     "cache_control": HINT,
     "eager_input_streaming": HINT,
-    "input_examples": REFUSED,
+    "input_examples": Published(ignored=_UNTOLD),
 }
 MESSAGES_BLOCK: Final[Table] = {
     "cache_control": HINT,

@@ -21,12 +21,14 @@ from ssd import LLM, SamplingParams
 from ssd.core import RequestMetrics, RequestOutput, Sample
 from ssd.server.anthropic.message_events import stop_sequence
 from ssd.server.errors import ApiError
+from ssd.server.openai.response_tools import chat_name
 from ssd.server.protocol import ChatRequest
 from ssd.server.tool_use import read_tools
 from ssd.text.tokenizer import load_tokenizer
 
 CHAT_TOOL: Any = {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}
 BAD_TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "objekt"}}}
+BAD_PATH = "tools[1].tools[1].parameters"
 RESPONSES_TOOL: Any = {"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": False}
 MESSAGES_TOOL: Any = {"name": "get_weather", "description": "Forecast", "input_schema": WEATHER}
 ASK: Any = [{"role": "user", "content": "Weather?"}]
@@ -385,6 +387,74 @@ def test_responses_call(tool_server: Served, script: Script) -> None:
     assert "system\nBe brief." in script.prompt
     assert f'<think>Hm.</think>I look.<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS}}}' in script.prompt
     assert "tool\n18 degrees" in script.prompt
+
+
+NAMESPACE: Any = {
+    "type": "namespace",
+    "name": "mcp__weather",
+    "description": "Forecasts of today.",
+    "tools": [{**RESPONSES_TOOL, "defer_loading": False}, {"type": "custom", "name": "patch"}],
+}
+HOSTED: Any = [{"type": "web_search"}, {"type": "image_generation"}, {"type": "web_search"}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_functions_of_a_namespace(tool_server: Served, script: Script, stream: bool) -> None:
+    """Catches a call by a name that a client does not find, a prompt without the tool, a name that two tools have."""
+    script.text = CALL.replace("get_weather", "mcp__weather__get_weather") + f"\n{CALL}"
+    client, tools = tool_server.client().responses, [*HOSTED, NAMESPACE, RESPONSES_TOOL]
+    answer = client.create(model=MODEL, input="Weather?", tools=tools, stream=stream)
+    if stream:
+        events = list(answer)
+        answer = events[-1].response
+        done = [event.item for event in events if event.type == "response.output_item.done"]
+        assert [(item.name, item.namespace) for item in done] == [
+            ("get_weather", "mcp__weather"),
+            ("get_weather", None),
+        ]
+    first, second = answer.output
+    assert (first.name, first.namespace, first.arguments) == ("get_weather", "mcp__weather", ARGUMENTS)
+    assert (second.name, second.namespace) == ("get_weather", None)
+    assert '"mcp__weather__get_weather"' in script.prompt
+    assert '"Forecasts of today."' in script.prompt
+    told = "ignored: only functions can be called here, the model is not told of it"
+    kinds = ("tools[].type=web_search", "tools[].type=image_generation", "tools[].tools[].type=custom")
+    assert answer.model_extra["ssd_warnings"] == [f"{kind}: {told}" for kind in kinds]
+
+    items: Any = [*ASK, *(item.model_dump(exclude_none=True) for item in answer.output)]
+    items += [{"type": "function_call_output", "call_id": each.call_id, "output": "sunny"} for each in (first, second)]
+    script.text = "Sunny."
+    assert client.create(model=MODEL, input=items, tools=tools).output_text == "Sunny."
+    assert f'<tool_call>{{"name": "mcp__weather__get_weather", "arguments": {ARGUMENTS}}}' in script.prompt
+
+
+def test_names_of_functions_in_namespaces() -> None:
+    """Catches a name that is too long for a function, or that two long ones share."""
+    assert chat_name(None, "f") == "f"
+    assert chat_name("mcp__crm__", "f") == "mcp__crm__f"
+    assert chat_name("my crm", "f") == "my_crm__f"
+    long = [chat_name("mcp__crm", "x" * 70 + end) for end in "ab"]
+    assert len(set(long)) == 2
+    assert all(len(name) == 64 for name in long)
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ([{**NAMESPACE, "name": 5}], "tools[0].name"),
+        ([{**NAMESPACE, "tools": {}}], "tools[0].tools"),
+        ([HOSTED[0], {**NAMESPACE, "tools": [{"type": "function"}]}], "tools[1].tools[0].name"),
+        ([HOSTED[0], {**NAMESPACE, "tools": [HOSTED[0], BAD_TOOL["function"] | {"type": "function"}]}], BAD_PATH),
+        ([HOSTED[0], {**BAD_TOOL["function"], "type": "function"}], "tools[1].parameters"),
+        ([NAMESPACE, NAMESPACE], "tools"),
+        (HOSTED, "tool_choice"),
+    ],
+)
+def test_errors_of_tools_name_their_place_in_the_request(tool_server: Served, tools: Any, param: str) -> None:
+    """Catches the place in a list that the client has never sent."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        tool_server.client().responses.create(model=MODEL, input="x", tools=tools, tool_choice="required")
+    assert caught.value.param == param
 
 
 def test_responses_length(tool_server: Served, script: Script) -> None:

@@ -20,12 +20,13 @@ from ssd.server.http.bodies import JsonRoute, on_thread
 from ssd.server.ignored import current
 from ssd.server.openai.chat import respond, start_chat
 from ssd.server.openai.response_events import ResponseWriter
+from ssd.server.openai.response_tools import ResponseTools, chat_name, response_tools
 from ssd.server.protocol import SCHEMA, ChatRequest, Json, Jsons, SamplingRequest, Texts, one_invalid
 
 router = APIRouter(route_class=JsonRoute)
 _ITEM_FIELDS: Final = {
     "message": {"type", "role", "content"},
-    "function_call": {"type", "call_id", "name", "arguments"},
+    "function_call": {"type", "call_id", "name", "namespace", "arguments"},
     "function_call_output": {"type", "call_id", "name", "output"},
     "reasoning": {"type", "content"},
 }
@@ -61,9 +62,10 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     state = ServerState.of(request)
     if _LOGPROBS in (body.include or ()):
         raise unsupported("include", f"{_LOGPROBS!r} is not supported: leave it out, or use /v1/chat/completions")
-    with renaming(_FIELD_NAMES):
-        generation, form = await start_chat(state, await on_thread(request.state.large, _chat, body), request)
-    writer = ResponseWriter(_fields(body, state), state.llm.tokenizer)
+    tools = await on_thread(request.state.large, response_tools, body.tools or [])
+    with renaming(tools.paths), renaming(_FIELD_NAMES):
+        generation, form = await start_chat(state, await on_thread(request.state.large, _chat, body, tools), request)
+    writer = ResponseWriter(_fields(body, state), state.llm.tokenizer, tools.names)
     return await respond(generation, form, writer, stream=body.stream)
 
 
@@ -97,14 +99,14 @@ def _fields(body: ResponsesRequest, state: ServerState) -> Json:
 # --- the request as a chat --------------------------------------------------------------------------------------------
 
 
-def _chat(body: ResponsesRequest) -> ChatRequest:
+def _chat(body: ResponsesRequest, tools: ResponseTools) -> ChatRequest:
     same = {name: getattr(body, name) for name in SamplingRequest.model_fields}
     return ChatRequest(
         **same,
         messages=_messages(body),
         max_tokens=body.max_output_tokens,
         response_format=_response_format(body.text),
-        tools=[_tool(i, tool) for i, tool in enumerate(body.tools or [])] or None,
+        tools=tools.chat or None,
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         chat_template_kwargs={**_reasoning(body.reasoning or {}), **(body.chat_template_kwargs or {})} or None,
@@ -128,18 +130,11 @@ def _response_format(text: Json | None) -> Json | None:
     return form
 
 
-def _tool(index: int, tool: Json) -> Json:
-    if tool.get("type") != "function":
-        raise unsupported(f"tools[{index}].type", "only tools of type 'function' are supported: leave others out")
-    known = ("name", "description", "parameters", "strict")
-    known_fields(f"tools[{index}]", tool, ("type", *known), parameters.RESPONSES_TOOL)
-    return {"type": "function", "function": {name: tool[name] for name in known if name in tool}}
-
-
 def _tool_choice(choice: str | Json | None) -> str | Json | None:
     if not isinstance(choice, dict) or choice.get("type") != "function":
         return choice
-    return {"type": "function", "function": {name: value for name, value in choice.items() if name != "type"}}
+    name = chat_name(choice.get("namespace"), choice.get("name"))
+    return {"type": "function", "function": {"name": name}}
 
 
 def _messages(body: ResponsesRequest) -> list[Json]:
@@ -181,7 +176,8 @@ def _message(where: str, item: Json) -> Json:
 
 
 def _call(where: str, item: Json) -> Json:
-    function = {"name": _string(where, item, "name"), "arguments": _string(where, item, "arguments")}
+    name = chat_name(item.get("namespace"), _string(where, item, "name"))
+    function = {"name": name, "arguments": _string(where, item, "arguments")}
     return {"id": _string(where, item, "call_id"), "type": "function", "function": function}
 
 
