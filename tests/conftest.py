@@ -337,3 +337,12 @@ def served(llm: LLM) -> Iterator[Served]:
 
     with serving(llm) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def strict(llm: LLM) -> Iterator[Served]:
+    """A server that refuses what it does not know."""
+    from live_server import serving
+
+    with serving(llm, strict_parameters=True) as running:
+        yield running

@@ -115,7 +115,7 @@ def serve(
     if several:
         limits = CatalogOptions(**{**file.catalog, **catalog})
         tables = file.models if models_dir is None else in_folder(models_dir)
-        models = served_models(tables, {**file.engine, **flat(engine)}, limits)
+        models = served_models(tables, {**file.engine, **flat(engine)}, limits, options)
         _serve_models(models, limits, options, sockets, addresses)
     elif replicas is None:
         _serve_engine(model, engine, options, sockets, addresses)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,8 +38,8 @@ _OF_MODELS: Final = frozenset({"served_model_name", "aliases"})  # options of a 
 # options of a server that a model may have of its own
 _OWN: Final = frozenset(
     {
-        *("chat_template", "generation_config", "override_generation_config", "tool_parser", "max_n"),
-        *("max_queue", "max_tokens_in_flight", "request_timeout"),
+        *("chat_template", "generation_config", "override_generation_config", "tool_parser", "additional_properties"),
+        *("strict_parameters", "max_n", "max_queue", "max_tokens_in_flight", "request_timeout"),
     }
 )
 _PATHS: Final = frozenset({"model", "draft", "chat_template"})
@@ -104,9 +104,13 @@ def in_folder(folder: Path) -> list[Given]:
     return found
 
 
-def served_models(models: Iterable[Given], common: Given, catalog: CatalogOptions) -> list[ServedModel]:
-    """`models`: tables of a file or a folder; `common`: options of all of them, where they have none of their own."""
+def served_models(
+    models: Iterable[Given], common: Given, catalog: CatalogOptions, server: ServerOptions
+) -> list[ServedModel]:
+    """`models`: tables of a file or a folder; `common`, `server`: options of all of them, where they have none of their
+    own. Keys and names of hosts are checked before a request gets to a model."""
     made = []
+    inner = replace(server, api_keys=(), cors_origins=(), allowed_hosts=(), access_log=False)
     for i, own in enumerate(models):
         each = {**common, **own}
         model = each.pop("model")
@@ -120,10 +124,10 @@ def served_models(models: Iterable[Given], common: Given, catalog: CatalogOption
             raise ConfigError(f"models[{i}].aliases={aliases!r}: must be a list of names")
         try:
             config = EngineConfig(model, **nested(each))
-            server = ServerOptions(served_model_name=name, aliases=tuple(aliases), access_log=False, **options)
+            own_server = replace(inner, served_model_name=name, aliases=tuple(aliases), **options)
         except SSDError as error:
             raise ConfigError(f"models[{i}] ({model}): {error}") from error
-        made.append(ServedModel(config, server, float(keep_alive), pinned))
+        made.append(ServedModel(config, own_server, float(keep_alive), pinned))
     return made
 
 

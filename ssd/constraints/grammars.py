@@ -209,9 +209,8 @@ def _unframed(wanted: StructuredOutput) -> str:
             return str(llguidance.grammar_from("grammar", wanted.grammar))
         if wanted.choice is not None:
             return str(make.grammar_from_lark("start: " + " | ".join(map(json.dumps, wanted.choice))))
-        schema = wanted.json_schema or '{"type": "object"}'
         options = {"whitespace_pattern": _WHITESPACE, "lenient": False, "coerce_one_of": False}
-        return str(make.grammar_from_json_schema(schema, overrides=options))
+        return str(make.grammar_from_json_schema(json.dumps(wanted.schema), overrides=options))
     except ValueError as error:
         raise RequestError(f"structured.{wanted.kind}: {error}") from error
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
+from ssd.constraints.closed import closed
 from ssd.errors import RequestError
 
 MAX_CHARACTERS: Final = 128 * 1024  # of a schema, regex or grammar, and of all choices together
@@ -16,11 +17,14 @@ _KINDS: Final = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """Exactly one of these is given, and perhaps a `frame`.
+    """Exactly one of these is given, and perhaps more that says how it is meant.
 
     `json_schema`: a JSON Schema as a dict or JSON text (kept as text). `json_object`: any JSON object. `regex`: a
     regular expression that the whole text matches (Rust's syntax: no look-around, no back-references). `choice`: the
     text is one of these. `grammar`: a context-free grammar in llguidance's Lark dialect, or GBNF.
+
+    `additional_properties`: objects of the schema may have properties that it does not name, where it says nothing of
+    them; otherwise they are closed.
 
     `frame`: a grammar in Lark of the text around it, for chat formats; `@answer` stands for what is given.
     """
@@ -30,6 +34,7 @@ class StructuredOutput:
     regex: str | None = None
     choice: tuple[str, ...] | list[str] | None = None
     grammar: str | None = None
+    additional_properties: bool = False
     frame: str | None = None
 
     def __post_init__(self) -> None:
@@ -40,6 +45,10 @@ class StructuredOutput:
             raise RequestError(f"structured: give exactly one of {', '.join(_KINDS)}, not {', '.join(given) or 'none'}")
         if self.json_object is not False and self.json_object is not True:
             raise RequestError(f"structured.json_object={self.json_object!r}: must be True or False")
+        if self.additional_properties is not False and self.additional_properties is not True:
+            raise RequestError(
+                f"structured.additional_properties={self.additional_properties!r}: must be True or False"
+            )
         if self.json_schema is not None:
             object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
         if self.choice is not None:
@@ -58,6 +67,12 @@ class StructuredOutput:
         texts = self.choice or (self.json_schema, self.regex, self.grammar)
         return sum(len(text) for text in (*texts, self.frame) if isinstance(text, str))
 
+    @property
+    def schema(self) -> Any:
+        """The JSON Schema of `json_schema` or `json_object`, with its objects closed unless they may be open."""
+        schema = {"type": "object"} if self.json_schema is None else json.loads(str(self.json_schema))
+        return schema if self.additional_properties else closed(schema)
+
     @classmethod
     def of(cls, value: StructuredOutput | Mapping[str, Any] | None) -> StructuredOutput | None:
         """From a mapping: the fields of this class, or a `response_format` of the OpenAI API; None for plain text.
@@ -71,7 +86,7 @@ class StructuredOutput:
             raise RequestError(f"structured={value!r:.60}: must be a StructuredOutput or a dict")
         if "type" in value:
             return cls._of_response_format(value)
-        _check_names("structured", value, (*_KINDS, "frame"))
+        _check_names("structured", value, (*_KINDS, "additional_properties", "frame"))
         return cls(**value)
 
     @classmethod

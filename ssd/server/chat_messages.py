@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Final
 
 from ssd.server.errors import invalid
 from ssd.server.protocol import Json
@@ -13,7 +13,6 @@ from ssd.text.events import CallArguments, CallBegin, Event, Reasoning, Text
 from ssd.text.harmony import is_harmony
 
 ROLES: Final = ("system", "user", "assistant", "tool")
-EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def template_message(where: str, given: Json, template: str) -> Json:
@@ -47,15 +46,6 @@ def _template_call(where: str, call: object) -> Json:
     if not isinstance(arguments, Mapping):
         raise invalid(f"{where}.function.arguments", "expected a JSON object as text")
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def effort_options(path: str, effort: object) -> dict[str, Any]:
-    """Variables of the chat template for an effort of reasoning; a template that does not read them ignores them."""
-    if effort is None:
-        return {}
-    if effort not in EFFORTS:
-        raise invalid(path, f"{effort!r:.60} is not one of {', '.join(EFFORTS)}")
-    return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
 
 
 def message_fields(events: Iterable[Event]) -> Json:

@@ -130,13 +130,19 @@ class ApiError(Exception):
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
         """The same error under the path that a value has for this client. `[]` in `names` is any index."""
+        at = re.match(r"\w+\[\d+\]", self.param or "")
+        if self.param is not None and at is not None and at[0] in names:
+            return self._named(names[at[0]] + self.param[at.end() :])
         path = _INDEX.sub("[]", self.param or "")
         name = max((name for name in names if re.match(rf"{re.escape(name)}(?![a-z_])", path)), key=len, default=None)
         if self.param is None or name is None:
             return self
         indices = iter(_INDEX.findall(self.param))
-        param = re.sub(r"\[\]", lambda _: next(indices), names[name] + path[len(name) :])
-        message = param + self.message[len(self.param) :] if self.message.startswith(self.param) else self.message
+        return self._named(re.sub(r"\[\]", lambda _: next(indices), names[name] + path[len(name) :]))
+
+    def _named(self, param: str) -> ApiError:
+        before = self.param or ""
+        message = param + self.message[len(before) :] if self.message.startswith(before) else self.message
         return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
 
     def response(self, scope: Scope) -> AsciiJSON:
@@ -155,8 +161,9 @@ def unsupported(path: str, why: str) -> ApiError:
     return ApiError(400, f"{path}: {why}", param=path, code="unsupported_parameter")
 
 
-def unknown(path: str) -> ApiError:
-    return ApiError(400, f"{path}: is not a known parameter", param=path, code="unknown_parameter")
+def unknown(path: str, hint: str = "") -> ApiError:
+    """`hint`: what may have been meant."""
+    return ApiError(400, f"{path}: is not a known parameter{hint}", param=path, code="unknown_parameter")
 
 
 @contextmanager
@@ -164,7 +171,7 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
     """Errors of requests name the fields as the client does: `names` maps a name used here to the client's."""
     try:
         yield
-    except (ApiError, RequestError) as error:
+    except (ApiError, RequestError, RequestValidationError) as error:
         raise api_error(error).renamed(names) from error
 
 

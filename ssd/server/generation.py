@@ -22,6 +22,7 @@ from ssd.llm import LLM, Prompt, check_served
 from ssd.server.admission import Admission
 from ssd.server.errors import GONE, ApiError
 from ssd.server.http.bodies import on_thread
+from ssd.server.ignored import IgnoredFields
 from ssd.server.metrics import HttpRequests, Metrics
 from ssd.server.options import ServerOptions
 from ssd.server.tracing import Tracer
@@ -46,6 +47,11 @@ class ServerState:
     tracer: Tracer | None = None
     started: int = field(default_factory=lambda: int(time.time()))
     watchers: set[asyncio.Task[None]] = field(default_factory=set)  # the event loop refers to its tasks weakly
+
+    @property
+    def ignored(self) -> IgnoredFields:
+        """The ignored fields of all requests."""
+        return self.metrics.ignored
 
     @property
     def lost(self) -> str | None:

@@ -11,6 +11,7 @@ from ssd.server.answers import check_model
 from ssd.server.errors import ApiError
 from ssd.server.generation import ServerState
 from ssd.server.http.bodies import JsonRoute, on_thread
+from ssd.server.ignored import current
 from ssd.server.protocol import DetokenizeRequest, TokenizeRequest
 from ssd.version import VERSION
 
@@ -44,15 +45,16 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
     state = ServerState.of(request)
     check_model(state, body.model)
     token_ids = await on_thread(request.state.large, _encoded, state, body)
-    return {"tokens": token_ids, "count": len(token_ids), "max_model_len": state.llm.driver.limits.max_model_len}
+    counts = {"count": len(token_ids), "max_model_len": state.llm.driver.limits.max_model_len}
+    return {"tokens": token_ids, **counts, **current().answer}
 
 
 def _encoded(state: ServerState, body: TokenizeRequest) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("prompt: pass either a prompt or messages")
     if body.prompt is not None:
-        return state.llm.tokenizer.encode(body.prompt, body.add_special_tokens)
-    options = {**(body.chat_template_kwargs or {}), "add_generation_prompt": body.add_generation_prompt}
+        return state.llm.tokenizer.encode(body.prompt, body.add_special_tokens is not False)
+    options = {**(body.chat_template_kwargs or {}), "add_generation_prompt": body.add_generation_prompt is not False}
     return state.llm.tokenizer.encode(state.llm.render_chat(body.messages or [], options), add_special_tokens=False)
 
 
@@ -62,7 +64,8 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any
     check_model(state, body.model)
     if max(body.tokens, default=0) >= state.llm.driver.limits.vocab_size:
         raise RequestError(f"tokens: the vocabulary has {state.llm.driver.limits.vocab_size} tokens")
-    return {"prompt": await on_thread(request.state.large, state.llm.decode, body.tokens, body.skip_special_tokens)}
+    text = await on_thread(request.state.large, state.llm.decode, body.tokens, bool(body.skip_special_tokens))
+    return {"prompt": text, **current().answer}
 
 
 @router.get("/health")

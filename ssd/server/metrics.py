@@ -23,6 +23,7 @@ from starlette.routing import compile_path
 from ssd.core import RequestMetrics, RequestOutput
 from ssd.engine.engine import Engine
 from ssd.errors import EngineClosed
+from ssd.server.ignored import IgnoredFields
 from ssd.version import VERSION
 
 if TYPE_CHECKING:
@@ -151,6 +152,7 @@ class Metrics(Collector):
         self._model = model_name or str(llm.config.model)
         self._fingerprint = fingerprint
         self._requests = _Requests()
+        self.ignored = IgnoredFields()
         llm.driver.on_end(self._requests.observe)
 
     def collect(self) -> Iterator[Metric]:
@@ -159,6 +161,7 @@ class Metrics(Collector):
         with suppress(EngineClosed):
             yield from self._of_engine(self._llm.engine)
         yield self._labelled("request_success", "Samples that ended.", "finished_reason", self._requests.ended)
+        yield self._labelled("ignored_parameters", "Fields of requests, ignored.", "parameter", self.ignored.counts)
         for name, (text, _) in _HISTOGRAMS.items():
             family = HistogramMetricFamily(f"ssd_{name}", text, labels=[_MODEL])
             self._requests.histograms[name].add_to(family, [self._model])

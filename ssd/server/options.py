@@ -50,9 +50,18 @@ class ServerOptions:
             'The same as JSON, or @FILE, before those of the model: \'{"temperature": 0.6, "top_p": 0.95}\'.'
         ),
     )
-    tool_parser: Literal["auto", "llama3", "hermes", "json"] = option(
+    tool_parser: Literal["auto", "llama3", "hermes", "json", "fenced"] = option(
         "auto",
-        "Format of the model's tool calls. json: a message that is a JSON object. auto: by the chat template.",
+        "Format of the model's tool calls. json: a message that is a JSON object. fenced: JSON in fences of Markdown. "
+        "auto: by the chat template; fenced if it has no tools.",
+    )
+    additional_properties: bool = option(
+        False,
+        "Objects of JSON Schemas (answers, arguments of tools) may have properties that are not named, unless they say "
+        "otherwise; without it they are closed.",
+    )
+    strict_parameters: bool = option(
+        False, "Refuse requests with fields that this API does not have; otherwise these are ignored, with a warning."
     )
     otlp_traces_endpoint: str | None = option(
         None, "Send OpenTelemetry traces to this address, over HTTP: http://localhost:4318/v1/traces."

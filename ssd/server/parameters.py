@@ -1,42 +1,32 @@
-"""Parameters of the published APIs that nothing here computes with: one table per endpoint, and those of inner objects.
+"""Parameters that the endpoints know and do not compute with: one table per endpoint, and those of inner objects.
 
-A hint is accepted with every value and ignored: it cannot change the text. Any other parameter is accepted with the
-values that change nothing (null, empty, the API's default), and refused with others as not supported. Only a name that
-is neither here nor a field of the endpoint is not known. docs/serving.md has these tables, too; a test compares them.
+Those of the published APIs are here, those of other servers in `other_servers.py`. A hint is accepted with every value
+and ignored: it cannot change the text. Any other parameter of a published API is accepted with the values that change
+nothing (null, empty, the API's default), and refused with others as not supported. docs/serving.md has these tables,
+too; a test compares them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-from ssd.server.errors import unknown, unsupported
+from ssd.server import other_servers
+from ssd.server.fields import EMPTY, Published, Table
 
-EMPTY: Final[tuple[object, ...]] = (None, "", [], {})
 _WHOLE: Final = "nothing is kept here, send the whole conversation"
 
 
-@dataclass(frozen=True)
-class Published:
-    """`values`: those that are accepted; None: all of them, since it is a hint."""
-
-    values: tuple[object, ...] | None = EMPTY
-    remedy: str = "leave it out"
+def only(*values: object, ignored: str = "") -> Published:
+    return Published((*EMPTY, *values), f"leave it out, or send {' or '.join(map(repr, values))}", ignored)
 
 
-def only(*values: object) -> Published:
-    return Published((*EMPTY, *values), f"leave it out, or send {' or '.join(map(repr, values))}")
-
-
-Table = Mapping[str, Published]
 HINT: Final = Published(None)
 REFUSED: Final = Published()
-NONE: Final[Table] = {}
 
 _CACHE: Final = dict.fromkeys(("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"), HINT)
 
 CHAT: Final[Table] = {
+    **other_servers.CHAT,
     "audio": REFUSED,
     "function_call": only("none", "auto"),
     "functions": Published(remedy="use tools"),
@@ -47,12 +37,16 @@ CHAT: Final[Table] = {
     **_CACHE,
     "safety_identifier": HINT,
     "service_tier": HINT,
-    "store": only(False),
+    "store": only(False, ignored="nothing is stored here"),
     "verbosity": only("medium"),
     "web_search_options": Published((None,)),  # {} asks for a search
 }
-COMPLETIONS: Final[Table] = {"best_of": only(1), "suffix": REFUSED}
+COMPLETIONS: Final[Table] = {**other_servers.COMPLETIONS, "best_of": only(1), "suffix": REFUSED}
+EMBEDDINGS: Final[Table] = {**other_servers.EMBEDDINGS, "dimensions": REFUSED}
+TOKENIZE: Final[Table] = other_servers.TOKENIZE
+STRUCTURED_OUTPUTS: Final[Table] = other_servers.STRUCTURED_OUTPUTS
 RESPONSES: Final[Table] = {
+    **other_servers.RESPONSES,
     "access_programs": REFUSED,
     "background": only(False),
     "client_metadata": HINT,
@@ -69,9 +63,10 @@ RESPONSES: Final[Table] = {
     "store": only(True, False),
     "stream_options": HINT,
     "top_logprobs": only(0),
-    "truncation": only("disabled"),
+    "truncation": only("disabled", ignored="an input that is too long is refused"),
 }
 MESSAGES: Final[Table] = {
+    **other_servers.MESSAGES,
     "billing_policy": HINT,
     "cache_control": HINT,
     "compaction": REFUSED,
@@ -90,22 +85,25 @@ MESSAGES: Final[Table] = {
 }
 
 # of inner objects
-_CALLERS: Final[Table] = {"allowed_callers": only(["direct"]), "defer_loading": only(False)}
+_UNTOLD: Final = "the model is not told of it"
+_CALLERS: Final[Table] = {
+    "allowed_callers": only(["direct"]),
+    "defer_loading": only(False, ignored="the model is told of the tool at once"),
+}
 STREAM_OPTIONS: Final[Table] = {"include_obfuscation": HINT}
 TEXT: Final[Table] = {"verbosity": only("medium")}
 REASONING: Final[Table] = {
-    "context": only("auto"),
+    "context": only("auto", ignored="the chat template chooses which reasoning of earlier turns it writes"),
     "generate_summary": HINT,
     "mode": only("standard"),
     "summary": HINT,
 }
-RESPONSES_TOOL: Final[Table] = {**_CALLERS, "async": only(False), "output_schema": REFUSED}
+RESPONSES_TOOL: Final[Table] = {**_CALLERS, "async": only(False), "output_schema": Published(ignored=_UNTOLD)}
 RESPONSES_ITEM: Final[Table] = {
     "async": only(False),
     "caller": only({"type": "direct"}),
     "encrypted_content": Published(remedy="send the content of the reasoning"),
     "id": HINT,
-    "namespace": REFUSED,
     "phase": HINT,
     "status": HINT,
     "summary": HINT,
@@ -116,7 +114,7 @@ MESSAGES_TOOL: Final[Table] = {
     **_CALLERS,
     "cache_control": HINT,
     "eager_input_streaming": HINT,
-    "input_examples": REFUSED,
+    "input_examples": Published(ignored=_UNTOLD),
 }
 MESSAGES_BLOCK: Final[Table] = {
     "cache_control": HINT,
@@ -125,18 +123,3 @@ MESSAGES_BLOCK: Final[Table] = {
     "signature": HINT,
     "toolset_name": REFUSED,
 }
-
-
-def check_published(path: str, value: object, parameter: Published) -> None:
-    """Refuses a value that would change the answer."""
-    if parameter.values is not None and value not in parameter.values:
-        raise unsupported(path, f"is not supported: {parameter.remedy}")
-
-
-def check_fields(where: str, value: Mapping[str, Any], known: Collection[str], published: Table = NONE) -> None:
-    """Checks the names of an object's fields; null counts as left out."""
-    for name in value:
-        if name in published and name not in known:
-            check_published(f"{where}.{name}", value[name], published[name])
-        elif name not in known and value[name] is not None:
-            raise unknown(f"{where}.{name:.60}")

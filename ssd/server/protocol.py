@@ -1,4 +1,4 @@
-"""Requests of the OpenAI-compatible endpoints. A field that is listed neither here nor in `parameters.py` is refused.
+"""Requests of the OpenAI-compatible endpoints. What becomes of fields that are not listed here is in `fields.py`.
 
 Types and choices are checked here, ranges by `SamplingParams`; `GenerationRequest.sampling_params` is the one way from
 a request to those.
@@ -7,6 +7,7 @@ a request to those.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import (
@@ -27,11 +28,14 @@ from ssd.constraints.structured import StructuredOutput
 from ssd.core import SamplingParams
 from ssd.server import parameters
 from ssd.server.errors import unsupported
-from ssd.server.parameters import EMPTY, NONE, Table, check_fields, check_published
+from ssd.server.fields import EMPTY, NONE, Published, Table, known_fields
 
 MAX_TOP_LOGPROBS: Final = 20
 MAX_STOPS: Final = 1000
 _PIECE: Final = 1 << 14  # items
+_STRUCTURED: Final = ("json", "json_object", "regex", "choice", "grammar", "additional_properties")
+_FORMATS: Final = ("text", "json_schema", "json_object", "regex", "choice", "grammar")
+SCHEMA: Final = ("name", "description", "schema", "strict")  # fields of a `response_format` of the type json_schema
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
@@ -96,7 +100,7 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_unknown(cls, fields: Any) -> Any:
+    def _known(cls, fields: Any) -> Any:
         """Drops all unknown fields but the first, for the same reason."""
         unknown = [name for name in fields if name not in cls.model_fields] if isinstance(fields, dict) else []
         dropped = set(unknown[1:])
@@ -107,37 +111,35 @@ class PublishedRequest(Strict):
     """A request, or a part of one, of a published API: what is null or empty counts as left out."""
 
     published: ClassVar[Table] = NONE
+    path: ClassVar[str] = ""  # of the part in the request
+    left_out: ClassVar[tuple[object, ...]] = EMPTY  # values that count as left out
 
     @model_validator(mode="before")
     @classmethod
-    def _one_unknown(cls, fields: Any) -> Any:
-        """Also drops what is empty, and parameters that nothing here computes with, or refuses them."""
+    def _known(cls, fields: Any) -> Any:
+        """Drops what is left out or ignored, and gives fields the values that they have under other names."""
         if not isinstance(fields, dict):
             return fields
-        kept: Json = {}
-        unknown: Json = {}
-        for name, value in fields.items():
-            field = cls.model_fields.get(name)
-            if field is not None:
-                kept |= {name: value} if field.is_required() or value not in EMPTY else {}
-            elif name in cls.published:
-                check_published(name, value, cls.published[name])
-            else:
-                unknown = unknown or {name: value}
-        return kept | unknown
+        known = known_fields(cls.path, fields, cls.model_fields, cls.published)
+        required = {name for name, field in cls.model_fields.items() if field.is_required()}
+        return {name: value for name, value in known.items() if name in required or value not in cls.left_out}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """With those parameters."""
+        """With the parameters of the published API; others are allowed, too."""
         schema = handler.resolve_ref_schema(handler(core))
+        schema.pop("additionalProperties", None)
         for name, parameter in cls.published.items():
-            values = {} if parameter.values is None else {"enum": list(parameter.values)}
-            schema["properties"].setdefault(name, {"description": "changes nothing", **values})
+            if isinstance(parameter, Published):
+                any_value = parameter.values is None or parameter.ignored
+                values = {} if any_value else {"enum": list(parameter.values or ())}
+                schema["properties"].setdefault(name, {"description": "changes nothing", **values})
         return schema
 
 
 class StreamOptions(PublishedRequest):
     published = parameters.STREAM_OPTIONS
+    path = "stream_options"
     include_usage: bool | None = None  # a last chunk with the usage
 
 
@@ -161,6 +163,7 @@ class SamplingRequest(PublishedRequest):
     repetition_penalty: float | None = None
     speculate: bool | None = None  # False: no drafts for this request
     priority: int | None = None  # lower is served earlier
+    structured_outputs: Json | None = None  # json, json_object, regex, choice or grammar
     user: str | None = None  # for the access log
 
 
@@ -172,15 +175,20 @@ class GenerationRequest(SamplingRequest):
     max_tokens: int | None = None
     return_token_ids: bool | None = None  # the token ids beside the text
     response_format: Json | None = None
-    structured_outputs: Json | None = None  # regex, choice, grammar, json
 
-    def sampling_params(self, defaults: Json, max_tokens: int, logprobs: int | None) -> SamplingParams:
-        """`defaults`: the server's; `max_tokens`: the default of the endpoint; `logprobs`: how many per token."""
+    def sampling_params(
+        self, defaults: Json, max_tokens: int, logprobs: int | None, additional_properties: bool = False
+    ) -> SamplingParams:
+        """`defaults`, `additional_properties`: the server's; `max_tokens`: the default of the endpoint; `logprobs`: how
+        many per token."""
         same = SamplingParams.__dataclass_fields__.keys() & GenerationRequest.model_fields
         given = {name: value for name in same if (value := getattr(self, name)) is not None}
         given = {**defaults, "max_tokens": max_tokens, **given}
         given["top_k"] = max(0, given.get("top_k", 0))
-        return SamplingParams(**given, logprobs=logprobs, structured=self._structured())
+        structured = self._structured()
+        if structured is not None and additional_properties:
+            structured = replace(structured, additional_properties=True)
+        return SamplingParams(**given, logprobs=logprobs, structured=structured)
 
     @property
     def field_names(self) -> dict[str, str]:
@@ -198,12 +206,26 @@ class GenerationRequest(SamplingRequest):
     def _structured(self) -> StructuredOutput | None:
         given = self.structured_outputs
         if given is None:
-            return StructuredOutput.of(self.response_format)
+            return StructuredOutput.of(_response_format(self.response_format))
         if self.response_format is not None:
             raise unsupported("structured_outputs", "cannot be combined with response_format: give one of them")
-        check_fields("structured_outputs", given, ("json", "regex", "choice", "grammar"))
+        given = known_fields("structured_outputs", given, _STRUCTURED, parameters.STRUCTURED_OUTPUTS)
         kinds = {kind: text for kind, text in given.items() if text is not None}
         return StructuredOutput.of({"json_schema" if kind == "json" else kind: text for kind, text in kinds.items()})
+
+
+def _response_format(form: Json | None) -> Json | None:
+    """What `StructuredOutput.of` takes, which has no other fields."""
+    if form is None or form.get("type") not in _FORMATS:
+        return form
+    if form["type"] != "json_schema":
+        return known_fields("response_format", form, ("type", form["type"]))
+    if "json_schema" not in form:
+        return known_fields("response_format", form, ("type", *SCHEMA))
+    form = known_fields("response_format", form, ("type", "json_schema"))
+    if isinstance(form["json_schema"], dict):
+        form["json_schema"] = known_fields("response_format.json_schema", form["json_schema"], SCHEMA)
+    return form
 
 
 class ChatRequest(GenerationRequest):
@@ -235,16 +257,17 @@ class ChatRequest(GenerationRequest):
 
 class CompletionRequest(GenerationRequest):
     published = parameters.COMPLETIONS
-    prompt: Prompts
+    prompt: Prompts | None  # null: an empty text
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        return _listed(self.prompt)
+        return _listed("" if self.prompt is None else self.prompt)
 
 
-class EmbeddingRequest(Strict):
+class EmbeddingRequest(PublishedRequest):
+    published = parameters.EMBEDDINGS
     model: str
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
@@ -263,16 +286,19 @@ def _listed(prompts: str | list[int] | list[str] | list[list[int]]) -> list[str 
     return prompts  # type: ignore[return-value]
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(PublishedRequest):
+    published = parameters.TOKENIZE
+    left_out = (None,)
     model: str | None = None
     prompt: str | None = None
     messages: Jsons | None = None  # in place of a prompt
-    add_special_tokens: bool = True  # to a prompt; a chat template writes its own
-    add_generation_prompt: bool = True  # to messages
+    add_special_tokens: bool | None = None  # to a prompt, unless False; a chat template writes its own
+    add_generation_prompt: bool | None = None  # to messages, unless False
     chat_template_kwargs: Json | None = None
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(PublishedRequest):
+    left_out = (None,)
     model: str | None = None
     tokens: Ids
-    skip_special_tokens: bool = False
+    skip_special_tokens: bool | None = None

@@ -12,24 +12,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
+from ssd.constraints.closed import closed
 from ssd.constraints.structured import StructuredOutput
 from ssd.core import SamplingParams
 from ssd.engine.validation import Limits, check_request
 from ssd.errors import RequestError
 from ssd.server.errors import invalid, unsupported
-from ssd.server.parameters import check_fields
+from ssd.server.fields import known_fields
 from ssd.server.protocol import ChatRequest, Json
 from ssd.text.harmony import is_harmony
 from ssd.text.message_format import MessageFormat, format_of, shown_tokens, tags_of
 from ssd.text.reasoning import CLOSING, OPENING
 from ssd.text.tokenizer import Tokenizer
-from ssd.text.tool_calls import PARSERS, ToolParser, has_tools, parser_for
+from ssd.text.tool_calls import PARSERS, FencedParser, ToolParser, has_tools, parser_for
 
 _MAX_DEPTH: Final = 64
-_NO_TOOLS: Final = (
-    "the model's chat template has no tools: start the server with --tool-parser hermes (or llama3, json), and they "
-    "are described in a system message"
-)
 _UNKNOWN_FORMAT: Final = (
     "the model's chat template has tools, but its format of calls is not known: if it is llama3, hermes or json, start "
     "the server with --tool-parser and this name"
@@ -44,12 +41,13 @@ class ToolUse:
     """What a request's tools mean for its answer."""
 
     parser: type[ToolParser] | None  # None: Harmony's, whose messages have recipients
-    schemas: Mapping[str, Json]  # JSON Schema of the arguments, by tool name
+    schemas: Mapping[str, Json]  # JSON Schema of the arguments, by tool name, with closed objects
     paths: Mapping[str, str]  # where they are in the request
     strict: frozenset[str]  # tools whose arguments must follow their schema
     forced: bool  # the answer is a call
     parallel: bool
     tokens: frozenset[str]  # tags that are tokens of the model's vocabulary
+    described: list[Json]  # the tools as the chat template gets them
 
     @property
     def names(self) -> frozenset[str]:
@@ -78,7 +76,8 @@ class ToolUse:
         """Raises an error with the path of the schema for which the constraint cannot be compiled, if it is one."""
         for name, schema in self.schemas.items():
             try:
-                check_request([0], SamplingParams(structured=StructuredOutput(json_schema=schema)), limits)
+                structured = StructuredOutput(json_schema=schema, additional_properties=True)
+                check_request([0], SamplingParams(structured=structured), limits)
             except RequestError as error:
                 raise invalid(self.paths[name], str(error).removeprefix("structured.json_schema: ")) from error
         check_request([0], SamplingParams(structured=params.structured), limits)
@@ -99,7 +98,7 @@ class ToolUse:
             return "\n".join([f"start: {calls}", *rules])
         if answer is None:
             return "\n".join([*self._free_text(parser, calls), *rules])
-        schema = json.loads(str(answer.json_schema)) if answer.json_schema is not None else {"type": "object"}
+        schema = answer.schema
         whole = {**(schema if isinstance(schema, dict) else {}), "x-guidance": _LAYOUT}
         return "\n".join([f"start: {calls} | answer", f"answer: %json {json.dumps(whole)}", *rules])
 
@@ -119,10 +118,17 @@ class ToolUse:
         return tag if tag in self.tokens else json.dumps(tag)
 
 
-def read_tools(body: ChatRequest, chat_template: str, tool_parser: str, tokenizer: Tokenizer) -> ToolUse | None:
+def read_tools(
+    body: ChatRequest,
+    chat_template: str,
+    tool_parser: str,
+    tokenizer: Tokenizer,
+    additional_properties: bool = False,
+) -> ToolUse | None:
     """The request's tools, checked; None if there are none, or none to be called.
 
-    `tool_parser`: a name of `PARSERS`, or "auto" for the one that fits the chat template.
+    `tool_parser`: a name of `PARSERS`, or "auto" for the one that fits the chat template. `additional_properties`: as
+    in `StructuredOutput`.
     """
     if not body.tools:
         if body.tool_choice not in (None, "none", "auto"):
@@ -130,7 +136,8 @@ def read_tools(body: ChatRequest, chat_template: str, tool_parser: str, tokenize
         return None
     if _is_deep(body.tools):
         raise invalid("tools", f"nested more than {_MAX_DEPTH} levels deep")
-    functions = [_function(f"tools[{i}]", tool) for i, tool in enumerate(body.tools)]
+    described = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(body.tools)]
+    functions = [tool["function"] for tool in described]
     schemas = {function["name"]: function.get("parameters") or {"type": "object"} for function in functions}
     if len(schemas) < len(functions):
         raise invalid("tools", "two tools have the same name")
@@ -138,17 +145,22 @@ def read_tools(body: ChatRequest, chat_template: str, tool_parser: str, tokenize
     if choice == "none":
         return None
     named = PARSERS.get(tool_parser) if not is_harmony(chat_template) else None
-    parser = named or parser_for(chat_template)
+    parser = named or (parser_for(chat_template) if has_tools(chat_template) else FencedParser)
     if parser is None and not is_harmony(chat_template):
-        raise unsupported("tools", _UNKNOWN_FORMAT if has_tools(chat_template) else _NO_TOOLS)
+        raise unsupported("tools", _UNKNOWN_FORMAT)
     paths = {function["name"]: f"tools[{i}].function.parameters" for i, function in enumerate(functions)}
-    parallel = body.parallel_tool_calls is not False
-    if choice not in ("auto", "required"):
+    if choice == "auto":
+        parallel = body.parallel_tool_calls is not False
+    elif choice == "required":
+        parallel = body.parallel_tool_calls is True  # a small model would repeat the call until its tokens are used up
+    else:
         schemas, parallel = {choice: schemas[choice]}, False  # exactly one call
+    if not additional_properties:
+        schemas = {name: closed(schema) for name, schema in schemas.items()}
     strict = frozenset(function["name"] for function in functions if function.get("strict"))
     tags = (*tags_of(parser), OPENING, CLOSING)
-    tokens = frozenset(tag for tag in tags if tokenizer.token_id(tag) is not None)
-    return ToolUse(parser, schemas, paths, strict, choice != "auto", parallel, tokens)
+    tokens = frozenset(tag for tag in tags if tag.startswith("<") and tokenizer.token_id(tag) is not None)
+    return ToolUse(parser, schemas, paths, strict, choice != "auto", parallel, tokens, described)
 
 
 def special_tags(chat_template: str, tools: ToolUse | None, tokenizer: Tokenizer) -> list[int]:
@@ -161,22 +173,22 @@ def message_format(chat_template: str, prompt_end: str, tools: ToolUse | None) -
     if tools is None:
         return format_of(chat_template, prompt_end)
     form = format_of(chat_template, prompt_end, tools.parser, tools.names, tools.parallel)
-    return replace(form, reasoning=False, reasoning_opened=False) if tools.forced else form
+    return replace(form, forced=True, reasoning=False, reasoning_opened=False) if tools.forced else form
 
 
-def _function(where: str, tool: Json) -> Json:
+def _tool(where: str, tool: Json) -> Json:
+    """The tool, checked, with its known fields."""
     if tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
         raise unsupported(where, "only {'type': 'function', 'function': {…}} is supported")
-    function: Json = tool["function"]
-    check_fields(where, tool, ("type", "function"))
-    check_fields(f"{where}.function", function, ("name", "description", "parameters", "strict"))
+    tool = known_fields(where, tool, ("type", "function"))
+    function = known_fields(f"{where}.function", tool["function"], ("name", "description", "parameters", "strict"))
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise invalid(f"{where}.function.name", "expected 1 to 64 letters, digits, '_', '-' or '.'")
     for field, kinds in (("description", str), ("parameters", dict), ("strict", bool)):
         if not isinstance(function.get(field), (kinds, type(None))):
             raise invalid(f"{where}.function.{field}", "has another type")
-    return function
+    return {**tool, "function": function}
 
 
 def _is_deep(value: object) -> bool:

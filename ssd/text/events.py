@@ -32,10 +32,12 @@ class CallArguments:
 
 @dataclass(frozen=True)
 class CallEnd:
-    """`broken`: for a call that began and then is not valid JSON, its text in the message."""
+    """`broken`: for a call that began and then is not valid JSON, its text in the message. `complete` False: the
+    message was cut inside of the call."""
 
     index: int
     broken: str | None = None
+    complete: bool = True
 
 
 Event = Reasoning | Text | CallBegin | CallArguments | CallEnd

@@ -44,11 +44,16 @@ class HarmonyParser:
             pass
         return events
 
-    def finish(self) -> list[Event]:
-        """Events of what was held back, at the end of the answer. A header without content is nothing."""
+    def finish(self, cut: bool = False) -> list[Event]:
+        """Events of what was held back, at the end of the answer. A header without content is nothing.
+
+        `cut`: the answer would have gone on. What may be the beginning of a tag is none of its text then.
+        """
         events: list[Event] = []
-        if not self._in_header:
-            self._add(events, self._pending)
+        if not self._in_header and cut and self._kind == "call":
+            self._add_call(events, CallEnd(self._num_calls, complete=False))
+        elif not self._in_header:
+            self._add(events, "" if cut else self._pending)
             self._close(events)
         return events
 

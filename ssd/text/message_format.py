@@ -11,7 +11,7 @@ from ssd.text.harmony import is_harmony
 from ssd.text.harmony_parser import HarmonyParser
 from ssd.text.reasoning import CLOSING, OPENING, ReasoningSplitter, marks_reasoning, opens_reasoning
 from ssd.text.tokenizer import Tokenizer
-from ssd.text.tool_calls import ToolParser
+from ssd.text.tool_calls import ToolParser, has_tools
 
 PROMPT_END: Final = 16  # tokens of a prompt that may open a message, or a block of reasoning
 
@@ -19,17 +19,19 @@ PROMPT_END: Final = 16  # tokens of a prompt that may open a message, or a block
 class MessageParser:
     """Incremental parser of one message: takes its text in pieces of any size, returns events."""
 
-    def __init__(self, reasoning: ReasoningSplitter | None, tools: ToolParser | None) -> None:
+    def __init__(self, reasoning: ReasoningSplitter | None, tools: ToolParser | None, forced: bool = False) -> None:
+        """`forced`: the message is nothing but calls."""
         self._reasoning = reasoning
         self._tools = tools
+        self._forced = forced
 
     def feed(self, text: str) -> list[Event]:
         return self._events(*(("", text) if self._reasoning is None else self._reasoning.feed(text)))
 
-    def finish(self) -> list[Event]:
-        """Events of what was held back, at the end of the message."""
+    def finish(self, cut: bool = False) -> list[Event]:
+        """Events of what was held back, at the end of the message. `cut`: it would have gone on."""
         events = self._events(*self._reasoning.finish()) if self._reasoning is not None else []
-        return events + (self._tools.finish() if self._tools is not None else [])
+        return events + (self._tools.finish(cut or self._forced) if self._tools is not None else [])
 
     def _events(self, reasoning: str, text: str) -> list[Event]:
         events: list[Event] = [Reasoning(reasoning)] if reasoning else []
@@ -45,6 +47,8 @@ class MessageFormat:
     tool_parser: type[ToolParser] | None = None
     tool_names: frozenset[str] = frozenset()
     parallel_tool_calls: bool = True
+    forced: bool = False  # the message is nothing but calls
+    fenced: bool = False  # calls in fences of Markdown are calls, too
     reasoning: bool = False
     reasoning_opened: bool = False  # by the prompt
     harmony: bool = False
@@ -57,7 +61,8 @@ class MessageFormat:
         splitter = ReasoningSplitter(self.reasoning_opened) if self.reasoning else None
         if self.tool_parser is None:
             return MessageParser(splitter, None)
-        return MessageParser(splitter, self.tool_parser(self.tool_names, self.parallel_tool_calls))
+        tools = self.tool_parser(self.tool_names, self.parallel_tool_calls, self.fenced)
+        return MessageParser(splitter, tools, self.forced)
 
 
 def format_of(
@@ -76,7 +81,9 @@ def format_of(
         continued = not prompt_end.endswith((harmony.REPLY, harmony.END, harmony.CALL))
         return MessageFormat(None, names, parallel, harmony=True, continued=continued)
     reasoning = marks_reasoning(chat_template)
-    return MessageFormat(parser, names, parallel, reasoning, reasoning and opens_reasoning(prompt_end))
+    opened = reasoning and opens_reasoning(prompt_end)
+    fenced = not has_tools(chat_template)  # it teaches no format
+    return MessageFormat(parser, names, parallel, fenced=fenced, reasoning=reasoning, reasoning_opened=opened)
 
 
 def stop_tokens(chat_template: str, tokenizer: Tokenizer) -> list[int]:
@@ -97,10 +104,10 @@ def shown_tokens(chat_template: str, parser: type[ToolParser] | None, tokenizer:
     return [token_id for token_id in ids if tokenizer.is_special(token_id)]
 
 
-def parse(text: str, format: MessageFormat) -> list[Event]:
-    """The events of a complete message. A call that is broken is text."""
+def parse(text: str, format: MessageFormat, *, cut: bool = False) -> list[Event]:
+    """The events of a whole message. A call that is broken is text. `cut`: the message would have gone on."""
     parser = format.parser()
-    events = parser.feed(text) + parser.finish()
+    events = parser.feed(text) + parser.finish(cut)
     broken = {e.index: Text(e.broken) for e in events if isinstance(e, CallEnd) and e.broken is not None}
     whole: list[Event] = []
     for event in events:

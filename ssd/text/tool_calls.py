@@ -2,8 +2,9 @@
 
 Llama 3 writes a message that is a JSON object, `{"name": …, "parameters": {…}}`, or several of them separated by
 semicolons; `<|python_tag|>` may precede it. Qwen and Hermes write such objects, with `arguments`, as
-`<tool_call>{…}</tool_call>` anywhere in a message. A parser is fed text in pieces of any size and returns events. What
-is not a call of one of the request's tools is text. Knows nothing of HTTP or the engine.
+`<tool_call>{…}</tool_call>` anywhere in a message. Models that have learned no format write them in fences of Markdown.
+A parser is fed text in pieces of any size and returns events. What is not a call of one of the request's tools is text.
+Knows nothing of HTTP or the engine.
 """
 
 from __future__ import annotations
@@ -35,10 +36,14 @@ class ToolParser:
     key: str = "arguments"
     separator: str = ""
 
-    def __init__(self, names: Collection[str], parallel: bool = True) -> None:
-        """`names`: of the request's tools. `parallel` False: calls after the first are dropped."""
+    def __init__(self, names: Collection[str], parallel: bool = True, fenced: bool = False) -> None:
+        """`names`: of the request's tools. `parallel` False: calls after the first are dropped. `fenced`: calls in
+        fences are calls, too."""
         self._names = names
         self._parallel = parallel
+        self._tags = {self.opening: self.closing} if self.opening else {}
+        self._tags |= {FencedParser.opening: FencedParser.closing} if fenced else {}
+        self._closing = ""  # what may follow the last call
         self._pending = ""  # text that may be the beginning of a call, or white space before one
         self._raw = ""  # text of the current call, from the white space before it
         self._call: CallObject | None = None
@@ -55,9 +60,16 @@ class ToolParser:
             pass
         return events
 
-    def finish(self) -> list[Event]:
-        """Events of what was held back, at the end of the message."""
+    def finish(self, cut: bool = False) -> list[Event]:
+        """Events of what was held back, at the end of the message.
+
+        `cut`: the message would have gone on. What may be the beginning of a call is none of its text then.
+        """
         events: list[Event] = []
+        if cut:
+            if self._begun:
+                self._add(events, CallEnd(self._num_calls, complete=False))
+            return events
         if self._call is not None:
             self._break_call(events)
         if not self._after_call and (self._pending.strip() or not self._num_calls):
@@ -71,23 +83,24 @@ class ToolParser:
             return False
         stripped = self._pending.lstrip()
         if self.bare and self._at_start and stripped.startswith("{"):
-            self._begin(len(self._pending) - len(stripped))
+            self._begin(len(self._pending) - len(stripped), self.closing)
             return True
-        tag = self._pending.find(self.opening) if self.opening else -1
-        cut = tag if tag >= 0 else len(self._pending) - partial_length(self._pending, self.opening)
+        found = min(((at, tag) for tag in self._tags if (at := self._pending.find(tag)) >= 0), default=None)
+        partial = max((partial_length(self._pending, tag) for tag in self._tags), default=0)
+        cut = len(self._pending) - partial if found is None else found[0]
         before = self._pending[:cut].rstrip()
         self._add_text(events, before)
         self._pending = self._pending[len(before) :]
-        if tag >= 0:
-            self._begin(tag - len(before) + len(self.opening))
-        return tag >= 0
+        if found is not None:
+            self._begin(cut - len(before) + len(found[1]), self._tags[found[1]])
+        return found is not None
 
     def _drop_separator(self) -> bool:
         """Drops white space and the closing tag after a call; False if more text is needed to tell."""
         rest = self._pending.lstrip()
-        if self.closing.startswith(rest) and rest != self.closing:
+        if self._closing.startswith(rest) and rest != self._closing:
             return False
-        self._pending = rest.removeprefix(self.closing)
+        self._pending = rest.removeprefix(self._closing)
         self._after_call = False
         return True
 
@@ -96,8 +109,9 @@ class ToolParser:
             self._at_start = self._at_start and text.isspace()
             events.append(Text(text))
 
-    def _begin(self, length: int) -> None:
+    def _begin(self, length: int, closing: str) -> None:
         """A call begins after `length` characters of white space and tag."""
+        self._closing = closing
         self._raw, self._pending = self._pending[:length], self._pending[length:]
         self._call, self._begun = CallObject(self._names), False
 
@@ -142,7 +156,7 @@ class ToolParser:
         self._at_start = self._after_call = False
 
     def _end_call(self) -> None:
-        self._call = None
+        self._call, self._begun = None, False
         self._num_calls += 1
         self._at_start = self._after_call = True
 
@@ -172,7 +186,22 @@ class Llama3Parser(JsonParser):
     opening = "<|python_tag|>"
 
 
-PARSERS: Final[Mapping[str, type[ToolParser]]] = {"llama3": Llama3Parser, "hermes": HermesParser, "json": JsonParser}
+class FencedParser(ToolParser):
+    """Models whose chat template has no tools: blocks of JSON in Markdown, with text around them."""
+
+    opening = "```json"
+    closing = "```"
+    lead = "\n"
+    trail = "\n"
+    separator = "\n"
+
+
+PARSERS: Final[Mapping[str, type[ToolParser]]] = {
+    "llama3": Llama3Parser,
+    "hermes": HermesParser,
+    "json": JsonParser,
+    "fenced": FencedParser,
+}
 
 
 def has_tools(chat_template: str) -> bool:

@@ -114,9 +114,9 @@ def test_count_tokens(served: Served, more: dict[str, Any]) -> None:
     assert count == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
-def test_count_tokens_refusals(served: Served) -> None:
+def test_count_tokens_refusals(strict: Served) -> None:
     """As those of a message, in this API's shape; sampling parameters are none of its fields."""
-    client = client_of(served).messages
+    client = client_of(strict).messages
     with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].role"):
         client.count_tokens(model=MODEL, messages=[{"role": "robot", "content": "x"}])  # type: ignore[typeddict-item]
     with pytest.raises(anthropic.BadRequestError, match="max_tokens") as caught:
@@ -146,10 +146,10 @@ def test_count_tokens_refusals(served: Served) -> None:
         ({"stop_sequences": [""]}, "stop_sequences"),
     ],
 )
-def test_refusals_name_the_field(served: Served, more: dict[str, Any], named: str) -> None:
+def test_refusals_name_the_field(strict: Served, more: dict[str, Any], named: str) -> None:
     """In this API's shape of errors."""
     with pytest.raises(anthropic.BadRequestError, match=named) as caught:
-        client_of(served).messages.create(**{"model": MODEL, "messages": ASK, "max_tokens": 5, **more})
+        client_of(strict).messages.create(**{"model": MODEL, "messages": ASK, "max_tokens": 5, **more})
     body: Any = caught.value.body
     assert body["type"] == "error"
     assert body["error"]["type"] == "invalid_request_error"

@@ -382,10 +382,16 @@ def test_a_file_says_all(tmp_path: Path) -> None:
     (tmp_path / "server.toml").write_text(FILE)
     found = ServerFile.read(tmp_path / "server.toml")
     assert (found.place, found.server, found.catalog) == ({"port": 8123}, {"api_keys": ["k"]}, {"keep_alive": 60})
-    one, two = served_models(found.models, {**found.engine, "max_num_seqs": 2}, CatalogOptions(**found.catalog))
+    one, two = served_models(
+        found.models,
+        {**found.engine, "max_num_seqs": 2},
+        CatalogOptions(**found.catalog),
+        ServerOptions("ssd", max_n=3, api_keys=("k",)),
+    )
     assert (one.name, one.config.model, one.pinned, one.keep_alive) == ("one", str(tmp_path / "models/one"), True, 60)
     assert (one.options.aliases, one.config.max_num_seqs, one.config.speculation.mode) == (("gpt-4o",), 2, "ar")
     assert (two.config.speculation.mode, two.config.speculation.k, two.keep_alive) == ("ssd", 3, -1)
+    assert (two.options.max_n, two.options.api_keys) == (3, ())  # those of the server; the key is checked before
     assert two.options.chat_template == str(tmp_path / "template.jinja")
 
 
@@ -393,7 +399,7 @@ def test_the_file_of_the_documentation(tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
     (tmp_path / "server.toml").write_text(text.split("```toml\n")[1].split("```")[0])
     found = ServerFile.read(tmp_path / "server.toml")
-    first, second = served_models(found.models, found.engine, CatalogOptions(**found.catalog))
+    first, second = served_models(found.models, found.engine, CatalogOptions(**found.catalog), ServerOptions("ssd"))
     assert (first.name, first.pinned, first.keep_alive, first.config.speculation.mode) == (
         "assistant",
         True,
@@ -429,7 +435,7 @@ def test_what_is_wrong_in_a_file_is_named(text: str, expected: str, tmp_path: Pa
     file = tmp_path / "server.toml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=expected):
-        served_models(ServerFile.read(file).models, {}, CatalogOptions())
+        served_models(ServerFile.read(file).models, {}, CatalogOptions(), ServerOptions("ssd"))
 
 
 def test_models_of_a_folder(tmp_path: Path) -> None:
@@ -439,7 +445,10 @@ def test_models_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "nothing").mkdir()
     tables = in_folder(tmp_path)
     assert [each["name"] for each in tables] == ["b.Q4_K_M", "a"]
-    assert [each.name for each in served_models(tables, {}, CatalogOptions())] == ["b.Q4_K_M", "a"]
+    assert [each.name for each in served_models(tables, {}, CatalogOptions(), ServerOptions("ssd"))] == [
+        "b.Q4_K_M",
+        "a",
+    ]
     for folder in (tmp_path / "nothing", tmp_path / "absent"):
         with pytest.raises(ConfigError, match="--models-dir"):
             in_folder(folder)

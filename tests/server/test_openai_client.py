@@ -223,9 +223,9 @@ def test_health_version_and_request_ids(served: Served) -> None:
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ],
 )
-def test_what_is_not_honoured_is_refused_by_name(served: Served, change: dict[str, Any], param: str) -> None:
+def test_what_is_not_honoured_is_refused_by_name(strict: Served, change: dict[str, Any], param: str) -> None:
     body = {"model": MODEL, "messages": CHAT, "max_tokens": 4, **change}
-    answer = httpx.post(f"{served.url}/v1/chat/completions", json=body)
+    answer = httpx.post(f"{strict.url}/v1/chat/completions", json=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), error
     assert param.partition(".")[0] in error["message"]

@@ -118,7 +118,7 @@ def test_items_and_instructions(served: Served) -> None:
         ({"temperature": -1.0}, "temperature"),
     ],
 )
-def test_refusals_name_the_field(served: Served, more: dict[str, Any], param: str) -> None:
+def test_refusals_name_the_field(strict: Served, more: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        served.client().responses.create(**{"model": MODEL, "input": QUESTION, **more})
+        strict.client().responses.create(**{"model": MODEL, "input": QUESTION, **more})
     assert caught.value.param == param

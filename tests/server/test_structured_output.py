@@ -91,9 +91,9 @@ def test_other_kinds(served: Served, asked: dict[str, Any], pattern: str) -> Non
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(served: Served, change: dict[str, Any], param: str) -> None:
+def test_what_cannot_be_is_refused_by_name(strict: Served, change: dict[str, Any], param: str) -> None:
     body = {"model": MODEL, "messages": CHAT, "max_tokens": 4, **change}
-    answer = httpx.post(f"{served.url}/v1/chat/completions", json=body)
+    answer = httpx.post(f"{strict.url}/v1/chat/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 

@@ -21,12 +21,14 @@ from ssd import LLM, SamplingParams
 from ssd.core import RequestMetrics, RequestOutput, Sample
 from ssd.server.anthropic.message_events import stop_sequence
 from ssd.server.errors import ApiError
+from ssd.server.openai.response_tools import chat_name
 from ssd.server.protocol import ChatRequest
 from ssd.server.tool_use import read_tools
 from ssd.text.tokenizer import load_tokenizer
 
 CHAT_TOOL: Any = {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}
 BAD_TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "objekt"}}}
+BAD_PATH = "tools[1].tools[1].parameters"
 RESPONSES_TOOL: Any = {"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": False}
 MESSAGES_TOOL: Any = {"name": "get_weather", "description": "Forecast", "input_schema": WEATHER}
 ASK: Any = [{"role": "user", "content": "Weather?"}]
@@ -144,8 +146,11 @@ def test_reasoning_opened_by_the_prompt(tool_server: Served, script: Script) -> 
     ],
 )
 def test_refusals_name_the_field(tool_server: Served, more: dict[str, Any], param: str) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        tool_server.client().chat.completions.create(**{"model": MODEL, "messages": ASK, **more})
+    with (
+        serving(tool_server.llm, strict_parameters=True) as strict,
+        pytest.raises(openai.BadRequestError) as caught,
+    ):
+        strict.client().chat.completions.create(**{"model": MODEL, "messages": ASK, **more})
     assert caught.value.param == param
 
 
@@ -177,18 +182,11 @@ PLAIN = (
 )
 
 
-@pytest.mark.parametrize(
-    ("more", "remedy"),
-    [
-        ("", "has no tools: start the server with --tool-parser hermes"),
-        ("{{ tools }}", "its format of calls is not known: if it is llama3, hermes or json, start"),
-    ],
-)
-def test_why_tools_are_refused_is_said_with_a_remedy(plain_llm: LLM, more: str, remedy: str) -> None:
-    """Catches one message for two causes."""
+def test_why_tools_are_refused_is_said_with_a_remedy(plain_llm: LLM) -> None:
     body = ChatRequest(model=MODEL, messages=ASK, tools=[CHAT_TOOL])
+    remedy = "its format of calls is not known: if it is llama3, hermes or json, start"
     with pytest.raises(ApiError, match=remedy) as caught:
-        read_tools(body, PLAIN + more, "auto", plain_llm.tokenizer)
+        read_tools(body, PLAIN + "{{ tools }}", "auto", plain_llm.tokenizer)
     assert (caught.value.status, caught.value.param) == (400, "tools")
 
 
@@ -197,6 +195,7 @@ def test_why_tools_are_refused_is_said_with_a_remedy(plain_llm: LLM, more: str, 
     [
         ("hermes", f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'),
         ("json", f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}'),
+        ("auto", f'```json\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n```'),
     ],
 )
 def test_a_named_parser_describes_tools_to_a_template_without_any(
@@ -390,16 +389,127 @@ def test_responses_call(tool_server: Served, script: Script) -> None:
     assert "tool\n18 degrees" in script.prompt
 
 
+NAMESPACE: Any = {
+    "type": "namespace",
+    "name": "mcp__weather",
+    "description": "Forecasts of today.",
+    "tools": [{**RESPONSES_TOOL, "defer_loading": False}, {"type": "custom", "name": "patch"}],
+}
+HOSTED: Any = [{"type": "web_search"}, {"type": "image_generation"}, {"type": "web_search"}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_functions_of_a_namespace(tool_server: Served, script: Script, stream: bool) -> None:
+    """Catches a call by a name that a client does not find, a prompt without the tool, a name that two tools have."""
+    script.text = CALL.replace("get_weather", "mcp__weather__get_weather") + f"\n{CALL}"
+    client, tools = tool_server.client().responses, [*HOSTED, NAMESPACE, RESPONSES_TOOL]
+    answer = client.create(model=MODEL, input="Weather?", tools=tools, stream=stream)
+    if stream:
+        events = list(answer)
+        answer = events[-1].response
+        done = [event.item for event in events if event.type == "response.output_item.done"]
+        assert [(item.name, item.namespace) for item in done] == [
+            ("get_weather", "mcp__weather"),
+            ("get_weather", None),
+        ]
+    first, second = answer.output
+    assert (first.name, first.namespace, first.arguments) == ("get_weather", "mcp__weather", ARGUMENTS)
+    assert (second.name, second.namespace) == ("get_weather", None)
+    assert '"mcp__weather__get_weather"' in script.prompt
+    assert '"Forecasts of today."' in script.prompt
+    told = "ignored: only functions can be called here, the model is not told of it"
+    kinds = ("tools[].type=web_search", "tools[].type=image_generation", "tools[].tools[].type=custom")
+    assert answer.model_extra["ssd_warnings"] == [f"{kind}: {told}" for kind in kinds]
+
+    items: Any = [*ASK, *(item.model_dump(exclude_none=True) for item in answer.output)]
+    items += [{"type": "function_call_output", "call_id": each.call_id, "output": "sunny"} for each in (first, second)]
+    script.text = "Sunny."
+    assert client.create(model=MODEL, input=items, tools=tools).output_text == "Sunny."
+    assert f'<tool_call>{{"name": "mcp__weather__get_weather", "arguments": {ARGUMENTS}}}' in script.prompt
+
+
+def test_names_of_functions_in_namespaces() -> None:
+    """Catches a name that is too long for a function, or that two long ones share."""
+    assert chat_name(None, "f") == "f"
+    assert chat_name("mcp__crm__", "f") == "mcp__crm__f"
+    assert chat_name("my crm", "f") == "my_crm__f"
+    long = [chat_name("mcp__crm", "x" * 70 + end) for end in "ab"]
+    assert len(set(long)) == 2
+    assert all(len(name) == 64 for name in long)
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ([{**NAMESPACE, "name": 5}], "tools[0].name"),
+        ([{**NAMESPACE, "tools": {}}], "tools[0].tools"),
+        ([HOSTED[0], {**NAMESPACE, "tools": [{"type": "function"}]}], "tools[1].tools[0].name"),
+        ([HOSTED[0], {**NAMESPACE, "tools": [HOSTED[0], BAD_TOOL["function"] | {"type": "function"}]}], BAD_PATH),
+        ([HOSTED[0], {**BAD_TOOL["function"], "type": "function"}], "tools[1].parameters"),
+        ([NAMESPACE, NAMESPACE], "tools"),
+        (HOSTED, "tool_choice"),
+    ],
+)
+def test_errors_of_tools_name_their_place_in_the_request(tool_server: Served, tools: Any, param: str) -> None:
+    """Catches the place in a list that the client has never sent."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        tool_server.client().responses.create(model=MODEL, input="x", tools=tools, tool_choice="required")
+    assert caught.value.param == param
+
+
 def test_responses_length(tool_server: Served, script: Script) -> None:
-    """A call that the limit of tokens has cut is incomplete."""
+    """A call that the limit of tokens has cut is incomplete, and no text."""
     script.text, script.finish_reason = CALL[:50], "length"
     client = tool_server.client().responses
     answer = client.create(model=MODEL, input="Weather?", tools=[RESPONSES_TOOL], max_output_tokens=5)
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-    assert answer.output_text == CALL[:50]
+    [call] = answer.output
+    assert (call.type, call.status) == ("function_call", "incomplete")
+    assert ARGUMENTS.startswith(call.arguments)
     events = list(client.create(model=MODEL, input="Weather?", tools=[RESPONSES_TOOL], stream=True))
     assert events[-1].type == "response.incomplete"
     assert events[-1].response.output[0].status == "incomplete"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("length", [3, 12, 30, 50, len(CALL) + 30])
+def test_no_markup_of_a_call_that_was_cut_is_content(
+    tool_server: Served, script: Script, length: int, stream: bool
+) -> None:
+    """Catches `<tool_call>` in the content, wherever the limit of tokens has cut the answer, in all APIs."""
+    script.text, script.finish_reason = f"{CALL}\n{CALL}"[:length], "length"
+    client, messages = tool_server.client(), claude(tool_server).messages
+    answer = client.chat.completions.create(model=MODEL, messages=ASK, tools=[CHAT_TOOL], stream=stream)
+    if stream:
+        chunks = list(answer)
+        assert not any(chunk.choices[0].delta.content for chunk in chunks)
+        assert chunks[-1].choices[0].finish_reason == "length"
+    else:
+        assert not answer.choices[0].message.content
+    options: Any = {"model": MODEL, "max_tokens": 50, "messages": ASK, "tools": [MESSAGES_TOOL]}
+    if stream:
+        with messages.stream(**options) as events:
+            blocks = [event.content_block.type for event in events if event.type == "content_block_start"]
+    else:
+        found = messages.create(**options)
+        blocks = [block.type for block in found.content]
+        assert found.stop_reason == "max_tokens"
+        assert all(block.input for block in found.content), "a tool cannot be called with what was cut"
+    assert set(blocks) <= {"tool_use"}
+
+
+def test_a_required_call_of_the_model_itself_leaves_no_content(served: Served) -> None:
+    """Catches calls that are repeated up to the limit of tokens, the last one as text."""
+    pytest.importorskip("llguidance")
+    client = served.client().chat.completions
+    options: dict[str, Any] = {"model": MODEL, "messages": ASK, "tools": [CHAT_TOOL], "tool_choice": "required"}
+    for limit in (200, 15, 4):
+        for seed in range(3):
+            message = client.create(**options, max_tokens=limit, seed=seed).choices[0].message
+            assert not message.content
+            assert len(message.tool_calls or ()) == 1 or limit < 200
+            chunks = client.create(**options, max_tokens=limit, seed=seed, stream=True)
+            assert not any(chunk.choices[0].delta.content for chunk in chunks)
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------

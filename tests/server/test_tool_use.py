@@ -37,7 +37,7 @@ def real_tokenizer(name: str) -> Tokenizer:
     return load_tokenizer(REAL_TOKENIZERS / name)
 
 
-def tools_of(tokenizer: Tokenizer, strict: bool = False, choice: Any = "auto", parallel: bool = True) -> ToolUse:
+def tools_of(tokenizer: Tokenizer, strict: bool = False, choice: Any = "auto", parallel: bool | None = True) -> ToolUse:
     function = {"name": "add", "parameters": SCHEMA, "strict": strict}
     body = ChatRequest(
         model="m",
@@ -103,6 +103,29 @@ def test_an_agent_with_a_structured_answer_can_still_call(strict: bool) -> None:
         assert follows(tokenizer, use, text, structured={"json_schema": schema}) == allowed, text
     forced = tools_of(tokenizer, choice="required")
     assert not follows(tokenizer, forced, '{"ok": true}', structured={"json_schema": schema})
+
+
+@pytest.mark.parametrize(("parallel", "several"), [(None, False), (False, False), (True, True)])
+def test_a_required_call_is_one_unless_several_are_asked_for(parallel: bool | None, several: bool) -> None:
+    """Catches a small model that repeats the call until its tokens are used up."""
+    tokenizer = load_tokenizer(Path(ssd.__file__).parent / "bundle" / "tiny-qwen3")
+    use = tools_of(tokenizer, choice="required", parallel=parallel)
+    assert follows(tokenizer, use, CALLS["qwen3"])
+    assert follows(tokenizer, use, f"{CALLS['qwen3']}\n{CALLS['qwen3']}") == several
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_arguments_have_the_properties_of_the_schema_only(opened: bool) -> None:
+    """Catches a model that makes up arguments, and an option that opens nothing."""
+    tokenizer = load_tokenizer(Path(ssd.__file__).parent / "bundle" / "tiny-qwen3")
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": schema}}
+    body = ChatRequest(model="m", messages=[], tools=[tool], tool_choice="required")
+    use = read_tools(body, tokenizer.template_source(), "auto", tokenizer, opened)
+    assert use is not None
+    assert use.described == [tool]
+    assert follows(tokenizer, use, CALLS["qwen3"])
+    assert follows(tokenizer, use, CALLS["qwen3"].replace('"a"', '"b"')) == opened
 
 
 def test_a_named_tool_is_called_once() -> None:

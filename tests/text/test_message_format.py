@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.server.chat_messages import message_fields
-from ssd.text.events import CallArguments, CallBegin, Event, Text
+from ssd.text import message_format
+from ssd.text.events import CallArguments, CallBegin, CallEnd, Event, Text
 from ssd.text.message_format import MessageFormat, parse
 from ssd.text.tool_calls import PARSERS, parser_for
 
@@ -46,6 +47,7 @@ def contents(events: list[Event]) -> tuple[str, str, list[tuple[str, str]]]:
 CALL = '{"name": "add", "arguments": {"a": 1}}'
 LLAMA_CALL = '{"name": "add", "parameters": {"a": 1}}'
 ADD = ("add", '{"a": 1}')
+FENCED_DATA = 'See:\n```json\n{"name": "Ada", "age": 36}\n```\nand ```json {"a": 1}```.'
 
 
 @pytest.mark.parametrize(
@@ -70,6 +72,11 @@ ADD = ("add", '{"a": 1}')
         ("llama3", f"The call is {LLAMA_CALL}", f"The call is {LLAMA_CALL}", []),
         ("json", CALL, "", [ADD]),
         ("json", f"<|python_tag|>{CALL}", f"<|python_tag|>{CALL}", []),
+        ("fenced", f"I add.\n\n```json\n{CALL}\n```", "I add.", [ADD]),
+        ("fenced", f"```json\n{CALL}\n```\n\n```json\n{CALL}\n```", "", [ADD, ADD]),
+        ("fenced", f"```json\n{LLAMA_CALL}\n``` Done.", " Done.", [ADD]),
+        ("fenced", FENCED_DATA, FENCED_DATA, []),
+        ("fenced", f"```python\n{CALL}\n```", f"```python\n{CALL}\n```", []),
     ],
 )
 def test_formats(kind: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
@@ -138,6 +145,53 @@ def test_arguments_are_streamed() -> None:
     assert begin.name == "add"
     assert first == CallArguments(0, '{"a"')
     assert parser.feed(": 1") == [CallArguments(0, ": 1")]
+
+
+@pytest.mark.parametrize("kind", ["hermes", "json", "llama3"])
+def test_fences_where_the_template_teaches_no_format(kind: str) -> None:
+    """Catches a model that has learned no format, and writes what Markdown has instead of what it was told."""
+    text = f"I add.\n```json\n{CALL}\n```"
+    assert parsed(kind, text, fenced=True) == ("I add.", [ADD])
+    assert parsed(kind, text) == (text, [])
+    assert format_in("{{ messages }}").fenced
+    assert not format_in(QWEN_TEMPLATE).fenced
+
+
+def format_in(template: str) -> MessageFormat:
+    return message_format.format_of(template, "", PARSERS["hermes"], NAMES)
+
+
+MARKUP = [
+    ("hermes", f"\n<tool_call>\n{CALL}\n</tool_call>"),
+    ("llama3", f"<|python_tag|>{LLAMA_CALL}"),
+    ("json", LLAMA_CALL),
+    ("fenced", f"\n```json\n{CALL}\n```"),
+]
+
+
+@pytest.mark.parametrize(("kind", "call"), MARKUP)
+@pytest.mark.parametrize("forced", [False, True])
+def test_no_markup_of_a_call_that_was_cut_is_text(kind: str, call: str, forced: bool) -> None:
+    """Wherever the limit of tokens cuts it, at once and piece by piece. A call whose arguments have begun is there, as
+    far as it goes. A forced call is cut by stop strings, too."""
+    form = format_of(kind, forced=forced)
+    before = "" if forced or kind == "json" else "I see."
+    for length in range(len(call) + 1):
+        text = before + (call if before else call.lstrip())[:length]
+        parser = form.parser()
+        events = [event for character in text for event in parser.feed(character)] + parser.finish(not forced)
+        content, _, calls = contents(events)
+        assert content.rstrip() == before
+        whole, _, same = contents(parse(text, form, cut=not forced))
+        assert (whole.rstrip(), same) == (before, calls)
+        assert not calls or ADD[1].startswith(calls[0][1])
+        ends = [event.complete for event in events if isinstance(event, CallEnd)]
+        assert ends == (["}}" in text] if calls else [])
+
+
+def test_a_message_that_is_not_cut_keeps_every_character() -> None:
+    text = "if a <b> and ```js"
+    assert parsed("hermes", text, fenced=True) == (text, [])
 
 
 def test_parallel_calls_can_be_forbidden() -> None:

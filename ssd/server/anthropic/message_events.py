@@ -8,6 +8,7 @@ import uuid
 from ssd.core import RequestOutput
 from ssd.server.answers import usage
 from ssd.server.errors import ApiError
+from ssd.server.ignored import current
 from ssd.server.protocol import Json
 from ssd.text.detokenizer import IncrementalDecoder
 from ssd.text.events import CallArguments, CallBegin, CallEnd, Event, Reasoning, Text
@@ -19,6 +20,7 @@ class AnthropicMessageWriter:
 
     def __init__(self, model: str, request_id: str, num_prompt_tokens: int, tokenizer: Tokenizer) -> None:
         self.content: list[Json] = []
+        self._warnings = current().answer
         self.answer: Json = {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
@@ -28,6 +30,7 @@ class AnthropicMessageWriter:
             "stop_reason": None,
             "stop_sequence": None,
             "usage": {"input_tokens": num_prompt_tokens, "output_tokens": 0},
+            **self._warnings,
         }
         self._request_id, self._tokenizer = request_id, tokenizer
         self._arguments = ""  # JSON text of the last tool_use block
@@ -49,15 +52,19 @@ class AnthropicMessageWriter:
                 self._arguments += text
                 return [self._delta("input_json_delta", partial_json=text)]
             case CallEnd():
-                if event.broken is None:
+                closed = self._close()
+                if not event.complete:
+                    self.content.pop()  # there is no input to call the tool with
+                elif event.broken is None:
                     self.content[-1]["input"] = json.loads(self._arguments)
-                return self._close()
+                return closed
 
     def end(self, output: RequestOutput) -> list[Json]:
         events = self._close()
         stop, counts = self._stop(output), self._usage(output)
         self.answer |= {**stop, "usage": counts}
-        return [*events, {"type": "message_delta", "delta": stop, "usage": counts}, {"type": "message_stop"}]
+        delta = {"type": "message_delta", "delta": stop, "usage": counts, **self._warnings}
+        return [*events, delta, {"type": "message_stop"}]
 
     def fail(self, error: ApiError) -> list[Json]:
         return [error.messages_body(self._request_id)]

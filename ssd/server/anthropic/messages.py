@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Final
+from typing import Any, Final
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -11,13 +11,14 @@ from fastapi.responses import Response
 from ssd.server import parameters
 from ssd.server.answers import STREAMED
 from ssd.server.anthropic.message_events import AnthropicMessageWriter
-from ssd.server.chat_messages import effort_options
+from ssd.server.effort import effort_options
 from ssd.server.errors import MESSAGES_ERROR_RESPONSES, invalid, renaming, unsupported
+from ssd.server.fields import known_fields
 from ssd.server.generation import ServerState
 from ssd.server.http.bodies import JsonRoute, on_thread
+from ssd.server.ignored import current
 from ssd.server.openai.chat import prompt_tokens, respond, start_chat
-from ssd.server.parameters import check_fields
-from ssd.server.protocol import ChatRequest, Json, Jsons, PublishedRequest, SamplingRequest, Stops
+from ssd.server.protocol import SCHEMA, ChatRequest, Json, Jsons, PublishedRequest, SamplingRequest, Stops
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -60,10 +61,11 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 
 
 @router.post("/v1/messages/count_tokens", responses=MESSAGES_ERROR_RESPONSES)
-async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, int]:
+async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, Any]:
     with renaming(_FIELD_NAMES):
         chat = await on_thread(request.state.large, lambda: _chat(MessagesRequest(**dict(body), max_tokens=1)))
-        return {"input_tokens": len(await prompt_tokens(ServerState.of(request), chat, request))}
+        token_ids = await prompt_tokens(ServerState.of(request), chat, request)
+    return {"input_tokens": len(token_ids), **current().answer}
 
 
 # --- the request as a chat --------------------------------------------------------------------------------------------
@@ -72,14 +74,14 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, 
 def _chat(body: MessagesRequest) -> ChatRequest:
     same = {name: getattr(body, name) for name in SamplingRequest.model_fields}
     if body.metadata is not None:
-        check_fields("metadata", body.metadata, ("user_id",))
+        known_fields("metadata", body.metadata, ("user_id",))
         same["user"] = body.metadata.get("user_id", body.user)
     if body.stop is not None and body.stop_sequences is not None:
         raise invalid("stop_sequences", "give either this or stop")
     messages = _messages(body)
     choice, parallel = _tool_choice(body.tool_choice)
     output = body.output_config or {}
-    check_fields("output_config", output, ("effort", "format"), parameters.OUTPUT_CONFIG)
+    known_fields("output_config", output, ("effort", "format"), parameters.OUTPUT_CONFIG)
     effort = effort_options("output_config.effort", output.get("effort"))
     return ChatRequest(
         **{**same, "stop": body.stop if body.stop_sequences is None else body.stop_sequences},
@@ -99,14 +101,15 @@ def _response_format(form: object) -> Json | None:
         return None
     if not isinstance(form, dict) or form.get("type") != "json_schema":
         raise invalid("output_config.format", "expected {'type': 'json_schema', 'schema': {…}}")
-    return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
+    known = known_fields("output_config.format", form, ("type", *SCHEMA))
+    return {"type": "json_schema", "json_schema": {name: value for name, value in known.items() if name != "type"}}
 
 
 def _thinking(thinking: Json | None) -> Json:
     """As the variable that templates of reasoning models know."""
     if thinking is None:
         return {}
-    check_fields("thinking", thinking, ("type",), parameters.THINKING)
+    known_fields("thinking", thinking, ("type",), parameters.THINKING)
     kinds: dict[object, Json] = {
         "adaptive": {},
         "enabled": {"enable_thinking": True},
@@ -120,9 +123,9 @@ def _thinking(thinking: Json | None) -> Json:
 
 def _tool(index: int, tool: Json) -> Json:
     where = f"tools[{index}]"
-    if tool.get("type", "custom") != "custom":
+    if (tool.get("type") or "custom") != "custom":
         raise unsupported(f"{where}.type", "only tools with a name and an input_schema are supported")
-    check_fields(where, tool, ("type", "name", "description", "input_schema", "strict"), parameters.MESSAGES_TOOL)
+    known_fields(where, tool, ("type", "name", "description", "input_schema", "strict"), parameters.MESSAGES_TOOL)
     function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
     return {"type": "function", "function": {**function, "parameters": tool.get("input_schema")}}
 
@@ -131,7 +134,7 @@ def _tool_choice(choice: Json | None) -> tuple[str | Json | None, bool | None]:
     """Chat's `tool_choice` and `parallel_tool_calls`."""
     if choice is None:
         return None, None
-    check_fields("tool_choice", choice, ("type", "name", "disable_parallel_tool_use"))
+    known_fields("tool_choice", choice, ("type", "name", "disable_parallel_tool_use"))
     kind, single = str(choice.get("type")), choice.get("disable_parallel_tool_use")
     kinds: dict[str, str | Json] = {
         "auto": "auto",
@@ -152,7 +155,7 @@ def _messages(body: MessagesRequest) -> list[Json]:
         messages.append({"role": "system", "content": _text("system", body.system)})
     for index, message in enumerate(body.messages):
         where, role = f"messages[{index}]", message.get("role")
-        check_fields(where, message, ("role", "content"))
+        known_fields(where, message, ("role", "content"))
         content = message.get("content")
         if role == "user":
             messages += _user(where, content)
@@ -172,7 +175,7 @@ def _user(where: str, content: object) -> list[Json]:
     results, texts = [], []
     for at, block in _blocks(where, content):
         if block.get("type") == "tool_result":
-            check_fields(at, block, ("type", "tool_use_id", "content", "is_error"), parameters.MESSAGES_BLOCK)
+            known_fields(at, block, ("type", "tool_use_id", "content", "is_error"), parameters.MESSAGES_BLOCK)
             text = _text(f"{at}.content", block.get("content") or "")
             text = f"Error: {text}" if block.get("is_error") else text
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
@@ -187,13 +190,13 @@ def _assistant(where: str, content: object) -> Json:
     message: Json = {"role": "assistant", "content": ""}
     for at, block in _blocks(where, content):
         if block.get("type") == "tool_use":
-            check_fields(at, block, ("type", "id", "name", "input"), parameters.MESSAGES_BLOCK)
+            known_fields(at, block, ("type", "id", "name", "input"), parameters.MESSAGES_BLOCK)
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
             function = {"name": block.get("name"), "arguments": arguments}
             call = {"id": block.get("id"), "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
         elif block.get("type") == "thinking":
-            check_fields(at, block, ("type", "thinking"), parameters.MESSAGES_BLOCK)
+            known_fields(at, block, ("type", "thinking"), parameters.MESSAGES_BLOCK)
             message["reasoning_content"] = message.get("reasoning_content", "") + str(block.get("thinking", ""))
         else:
             message["content"] += _block_text(at, block)
@@ -214,7 +217,7 @@ def _text(where: str, content: object) -> str:
 def _block_text(where: str, block: Json) -> str:
     if block.get("type") != "text":
         raise unsupported(f"{where}.type", f"blocks of type {block.get('type')!r:.60} are not supported")
-    check_fields(where, block, ("type", "text"), parameters.MESSAGES_BLOCK)
+    known_fields(where, block, ("type", "text"), parameters.MESSAGES_BLOCK)
     if not isinstance(block.get("text"), str):
         raise invalid(f"{where}.text", "expected text")
     return str(block["text"])

@@ -13,6 +13,8 @@ import math
 import os
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
 from typing import Any, Final, NoReturn, ParamSpec, TypeVar
 
 from fastapi import Request, Response
@@ -21,7 +23,8 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
-from ssd.server.errors import ApiError
+from ssd.server.errors import ApiError, renaming
+from ssd.server.ignored import reading
 
 LARGE: Final = 1 << 16  # bytes; reading a body of this size takes some milliseconds
 MAX_CONTAINERS: Final = 1 << 18  # arrays and objects of a body
@@ -34,8 +37,12 @@ T = TypeVar("T")
 
 async def on_thread(large: bool, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Calls a function on a thread. Requests with large bodies share a few, so that others never wait for those."""
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_THREADS if large else None, lambda: function(*args, **kwargs))
+    return await _run(_THREADS if large else None, lambda: function(*args, **kwargs))
+
+
+async def _run(threads: ThreadPoolExecutor | None, function: Callable[[], T]) -> T:
+    """With the context of the request."""
+    return await asyncio.get_running_loop().run_in_executor(threads, copy_context().run, function)
 
 
 def read_json(body: bytes) -> Any:
@@ -75,19 +82,23 @@ def _not_json(constant: str) -> NoReturn:
 
 
 class JsonRoute(APIRoute):
-    """A route whose bodies are read by `read_json`, large ones on a thread."""
+    """A route whose bodies are read by `read_json`, large ones on a thread, and whose ignored fields are counted."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
         model: Any = None if self.body_field is None else self.body_field.field_info.annotation
 
         async def handle(request: Request) -> Response:
-            try:
-                return await handler(_JsonRequest(request, model))
-            except HTTPException as error:  # FastAPI makes one without a reason of whatever `json` raises
-                if isinstance(error.__cause__, (ApiError, RequestValidationError)):
-                    raise error.__cause__ from None
-                raise
+            server = request.app.state.server
+            with reading(strict=server.options.strict_parameters) as ignored, renaming(ignored.names):
+                try:
+                    return await handler(_JsonRequest(request, model))
+                except HTTPException as error:  # FastAPI makes one without a reason of whatever `json` raises
+                    if isinstance(error.__cause__, (ApiError, RequestValidationError)):
+                        raise error.__cause__ from None
+                    raise
+                finally:
+                    server.ignored.add(ignored)
 
         return handle
 
@@ -102,7 +113,7 @@ class _JsonRequest(Request):
         body = await self.body()
         if self._model is None or not self.state.large:
             return read_json(body)
-        return await asyncio.get_running_loop().run_in_executor(_READER, _validated, self._model, body)
+        return await _run(_READER, partial(_validated, self._model, body))
 
 
 def _validated(model: type[BaseModel], body: bytes) -> BaseModel:

@@ -31,6 +31,7 @@ from ssd.server.generation import ServerState
 from ssd.server.http import middleware
 from ssd.server.http.bodies import JsonRoute, on_thread, read_json
 from ssd.server.http.forwarding import scope_of
+from ssd.server.ignored import IgnoredFields
 from ssd.server.metrics import HttpRequests, exposition
 from ssd.server.models.catalog import Catalog, Slot
 from ssd.server.options import ServerOptions
@@ -55,6 +56,7 @@ class FrontState:
     admission: Admission
     catalog: Catalog
     http_requests: HttpRequests  # that no model's application has answered
+    ignored: IgnoredFields = field(default_factory=IgnoredFields)  # of requests to its own endpoints
     started: int = field(default_factory=lambda: int(time.time()))
     lost: str | None = None  # a model that is lost is loaded again
 

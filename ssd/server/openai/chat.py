@@ -14,18 +14,20 @@ from ssd.core import Delta, RequestOutput, Sample, SamplingParams
 from ssd.errors import RequestError
 from ssd.llm import LLM, Prompt
 from ssd.server.answers import STREAMED, chat_logprobs, check_common, event_stream, usage, worth_sending
-from ssd.server.chat_messages import effort_options, message_delta, message_fields, template_message
+from ssd.server.chat_messages import message_delta, message_fields, template_message
+from ssd.server.effort import effort_options
 from ssd.server.errors import ApiError, AsciiJSON, api_error, invalid, renaming
 from ssd.server.generation import Generation, ServerState, start
 from ssd.server.harmony_answers import in_harmony
 from ssd.server.http.bodies import JsonRoute, on_thread
+from ssd.server.ignored import current
 from ssd.server.protocol import ChatRequest
 from ssd.server.tool_prompt import as_text
 from ssd.server.tool_use import ToolUse, message_format, read_tools, special_tags
 from ssd.text.events import Event
 from ssd.text.harmony import is_harmony
 from ssd.text.message_format import PROMPT_END, MessageFormat, parse, stop_tokens
-from ssd.text.tool_calls import PARSERS, has_tools
+from ssd.text.tool_calls import PARSERS, FencedParser, has_tools
 
 router = APIRouter(route_class=JsonRoute)
 _END: Final = "\x00end of the message\x00"  # marks where a message to be continued ends in the rendered chat
@@ -42,14 +44,15 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         "system_fingerprint": state.fingerprint,
     }
     if body.stream:
-        return event_stream(_chunks(head, body, generation, form))
+        return event_stream(_chunks(head, body, generation, form, current().answer))
     output = await generation.finish()
-    messages = [message_fields(parse(sample.text, form)) for sample in output.samples]
+    events = [parse(sample.text, form, cut=sample.finish_reason != "stop") for sample in output.samples]
+    messages = [message_fields(each) for each in events]
     choices = [
         _choice(body, sample, {"message": {"role": "assistant", **fields}}, called="tool_calls" in fields)
         for sample, fields in zip(output.samples, messages, strict=True)
     ]
-    answer = {**head, "object": "chat.completion", "choices": choices, "usage": usage([output])}
+    answer = {**head, "object": "chat.completion", "choices": choices, "usage": usage([output]), **current().answer}
     return AsciiJSON(answer | ({"prompt_token_ids": generation.prompt_token_ids} if body.return_token_ids else {}))
 
 
@@ -96,7 +99,7 @@ async def respond(
     if stream:
         return event_stream(_written(generation, form, writer), named=True)
     output = await generation.finish()
-    for event in parse(output.text, form):
+    for event in parse(output.text, form, cut=output.finish_reason != "stop"):
         writer.add(event)
     writer.end(output)
     return AsciiJSON(writer.answer)
@@ -122,7 +125,7 @@ async def _parsed(generation: Generation, form: MessageFormat) -> AsyncIterator[
     async for delta in generation.deltas():
         for event in parser.feed(delta.text):
             yield event
-    for event in parser.finish():
+    for event in parser.finish(cut=generation.output.finish_reason != "stop"):
         yield event
 
 
@@ -134,7 +137,8 @@ def _params(body: ChatRequest, state: ServerState) -> SamplingParams:
         raise invalid("top_logprobs", "only with logprobs=true")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     max_tokens = next(iter(given), state.llm.driver.limits.max_model_len)
-    return body.sampling_params(state.sampling_defaults, max_tokens=max_tokens, logprobs=logprobs)
+    opened = state.options.additional_properties
+    return body.sampling_params(state.sampling_defaults, max_tokens, logprobs, additional_properties=opened)
 
 
 def _read_all(
@@ -163,13 +167,13 @@ def _read(
     named, tokenizer = state.options.tool_parser, state.llm.tokenizer
     template = tokenizer.template_source(body.chat_template, body.tools)
     messages = [template_message(f"messages[{i}]", message, template) for i, message in enumerate(body.messages)]
-    tools = read_tools(body, template, named, tokenizer)
-    described = (body.tools or []) if tools is not None else []
+    tools = read_tools(body, template, named, tokenizer, state.options.additional_properties)
+    described = tools.described if tools is not None else []
     options: dict[str, Any] = {}
     if has_tools(template):
         options = {"tools": described} if described else {}
-    elif named != "auto":
-        messages = as_text(messages, described, PARSERS[named])
+    else:
+        messages = as_text(messages, described, PARSERS.get(named, FencedParser))
     prompt, more = _prompt(state.llm, body, messages, options, bounded)
     return prompt, more, template, tools
 
@@ -216,19 +220,24 @@ def _choice(body: ChatRequest, sample: Sample | Delta, message: dict[str, Any], 
 
 
 async def _chunks(
-    head: dict[str, Any], body: ChatRequest, generation: Generation, form: MessageFormat
+    head: dict[str, Any], body: ChatRequest, generation: Generation, form: MessageFormat, last: dict[str, Any]
 ) -> AsyncIterator[dict[str, Any]]:
+    """`last`: what the last chunk has beside the others' fields."""
     head = {**head, "object": "chat.completion.chunk"}
     more = {"usage": None} if body.include_usage else {}
     role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
     parsers, called = [form.parser() for _ in range(body.n or 1)], set[int]()
+    num_open = len(parsers)
     for index in range(len(parsers)):
         yield {**head, "choices": [{"index": index, **role}], **more}
     async for delta in generation.deltas():
         if worth_sending(body, delta):
             parser = parsers[delta.index]
-            fields = message_delta(parser.feed(delta.text) + (parser.finish() if delta.finish_reason else []))
+            ended, cut = delta.finish_reason is not None, delta.finish_reason != "stop"
+            fields = message_delta(parser.feed(delta.text) + (parser.finish(cut) if ended else []))
             called |= {delta.index} if "tool_calls" in fields else set()
-            yield {**head, "choices": [_choice(body, delta, {"delta": fields}, called=delta.index in called)], **more}
+            num_open -= ended
+            choice = _choice(body, delta, {"delta": fields}, called=delta.index in called)
+            yield {**head, "choices": [choice], **(more or ({} if num_open else last))}
     if body.include_usage:
-        yield {**head, "choices": [], "usage": usage([generation.output])}
+        yield {**head, "choices": [], "usage": usage([generation.output]), **last}

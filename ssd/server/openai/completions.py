@@ -20,6 +20,7 @@ from ssd.server.answers import STREAMED, CompletionLogprobs, check_common, event
 from ssd.server.errors import AsciiJSON, renaming, unsupported
 from ssd.server.generation import Generation, ServerState, start
 from ssd.server.http.bodies import JsonRoute, on_thread
+from ssd.server.ignored import current
 from ssd.server.protocol import CompletionRequest
 
 router = APIRouter(route_class=JsonRoute)
@@ -36,8 +37,9 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     if only:  # a token is computed, and left out
         body = body.model_copy(update={"max_tokens": 1})
     with renaming(body.field_names):
+        defaults, opened = state.sampling_defaults, state.options.additional_properties
         params = await on_thread(
-            request.state.large, body.sampling_params, state.sampling_defaults, _MAX_TOKENS, body.logprobs
+            request.state.large, body.sampling_params, defaults, _MAX_TOKENS, body.logprobs, opened
         )
         params = replace(params, prompt_logprobs=body.logprobs) if scored else params
         generations = await start(state, body.prompts, params, request=request, stream=bool(body.stream))
@@ -50,7 +52,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         "system_fingerprint": state.fingerprint,
     }
     if body.stream:
-        return event_stream(_chunks(head, body, generations, echoes))
+        return event_stream(_chunks(head, body, generations, echoes, current().answer))
     async with aclosing(_merged(generations)) as deltas:  # type: ignore[type-var]
         async for _ in deltas:
             pass
@@ -62,7 +64,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         for i, output in enumerate(outputs)
         for sample in output.samples
     ]
-    return AsciiJSON({**head, "choices": choices, "usage": usage(outputs)})
+    return AsciiJSON({**head, "choices": choices, "usage": usage(outputs), **current().answer})
 
 
 def _logprobs(state: ServerState, output: RequestOutput) -> CompletionLogprobs:
@@ -93,8 +95,14 @@ def _choice(
 
 
 async def _chunks(
-    head: dict[str, Any], body: CompletionRequest, generations: list[Generation], echoes: list[str]
+    head: dict[str, Any],
+    body: CompletionRequest,
+    generations: list[Generation],
+    echoes: list[str],
+    last: dict[str, Any],
 ) -> AsyncIterator[dict[str, Any]]:
+    """`last`: what the last chunk has beside the others' fields."""
+    num_open = len(generations) * (body.n or 1)
     more = {"usage": None} if body.include_usage else {}
     logprobs: defaultdict[tuple[int, int], CompletionLogprobs] = defaultdict(CompletionLogprobs)  # by prompt and sample
     async with aclosing(_merged(generations)) as deltas:  # type: ignore[type-var]
@@ -103,9 +111,10 @@ async def _chunks(
                 echo = "" if (i, delta.index) in logprobs else echoes[i]  # before the first chunk
                 offsets = logprobs[i, delta.index]
                 choice = _choice(body, i, echo, delta, offsets, generations[i].prompt_token_ids)
-                yield {**head, "choices": [choice], **more}
+                num_open -= delta.finish_reason is not None
+                yield {**head, "choices": [choice], **(more or ({} if num_open else last))}
     if body.include_usage:
-        yield {**head, "choices": [], "usage": usage(generation.output for generation in generations)}
+        yield {**head, "choices": [], "usage": usage(generation.output for generation in generations), **last}
 
 
 async def _merged(generations: list[Generation]) -> AsyncIterator[tuple[int, Delta]]:

@@ -15,6 +15,7 @@ from ssd.server.answers import check_model
 from ssd.server.errors import AsciiJSON, renaming
 from ssd.server.generation import ServerState, start
 from ssd.server.http.bodies import JsonRoute
+from ssd.server.ignored import current
 from ssd.server.protocol import EmbeddingRequest
 
 router = APIRouter(route_class=JsonRoute)
@@ -41,6 +42,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
             "data": [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)],
             "model": state.options.served_model_name,
             "usage": {"prompt_tokens": count, "total_tokens": count},
+            **current().answer,
         }
     )
 

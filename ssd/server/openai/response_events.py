@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from ssd.core import RequestOutput
@@ -16,11 +17,11 @@ from ssd.text.tokenizer import Tokenizer
 class ResponseWriter:
     """Turns the events of one message into the events of a response, and keeps the response."""
 
-    def __init__(self, response: Json, tokenizer: Tokenizer) -> None:
-        """`response`: the fields that stay the same."""
+    def __init__(self, response: Json, tokenizer: Tokenizer, names: Mapping[str, Json]) -> None:
+        """`response`: the fields that stay the same. `names`: as in `ResponseTools`."""
         self._output: list[Json] = []
         self.answer: Json = {**response, "status": "in_progress", "output": self._output}
-        self._tokenizer = tokenizer
+        self._tokenizer, self._names = tokenizer, names
         self._num_events = 0
         self._open = False  # whether the last item is open
 
@@ -34,13 +35,14 @@ class ResponseWriter:
             case Reasoning(text):
                 return self._add_text("reasoning", text)
             case CallBegin(_, id_, name):
-                item = {"type": "function_call", "id": _new_id("fc"), "call_id": id_, "name": name, "arguments": ""}
+                called = self._names.get(name, {"name": name})
+                item = {"type": "function_call", "id": _new_id("fc"), "call_id": id_, **called, "arguments": ""}
                 return [*self._close(), self._add_item(item)]
             case CallArguments(_, text):
                 self._output[-1]["arguments"] += text
                 return [self._item("response.function_call_arguments.delta", delta=text)]
             case CallEnd():
-                return self._close(complete=event.broken is None)
+                return self._close(complete=event.broken is None and event.complete)
 
     def end(self, output: RequestOutput) -> list[Json]:
         complete = output.finish_reason != "length"

@@ -12,19 +12,21 @@ from pydantic import Field
 
 from ssd.server import parameters
 from ssd.server.answers import STREAMED
-from ssd.server.chat_messages import effort_options
+from ssd.server.effort import effort_options
 from ssd.server.errors import invalid, renaming, unsupported
+from ssd.server.fields import known_fields
 from ssd.server.generation import ServerState
 from ssd.server.http.bodies import JsonRoute, on_thread
+from ssd.server.ignored import current
 from ssd.server.openai.chat import respond, start_chat
 from ssd.server.openai.response_events import ResponseWriter
-from ssd.server.parameters import check_fields
-from ssd.server.protocol import ChatRequest, Json, Jsons, SamplingRequest, Texts, one_invalid
+from ssd.server.openai.response_tools import ResponseTools, chat_name, response_tools
+from ssd.server.protocol import SCHEMA, ChatRequest, Json, Jsons, SamplingRequest, Texts, one_invalid
 
 router = APIRouter(route_class=JsonRoute)
 _ITEM_FIELDS: Final = {
     "message": {"type", "role", "content"},
-    "function_call": {"type", "call_id", "name", "arguments"},
+    "function_call": {"type", "call_id", "name", "namespace", "arguments"},
     "function_call_output": {"type", "call_id", "name", "output"},
     "reasoning": {"type", "content"},
 }
@@ -44,7 +46,7 @@ class ResponsesRequest(SamplingRequest):
     published = parameters.RESPONSES
     input: str | Annotated[Jsons, Field(min_length=1)]
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_output_tokens: int | None = None
     tools: Jsons | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
@@ -60,9 +62,10 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     state = ServerState.of(request)
     if _LOGPROBS in (body.include or ()):
         raise unsupported("include", f"{_LOGPROBS!r} is not supported: leave it out, or use /v1/chat/completions")
-    with renaming(_FIELD_NAMES):
-        generation, form = await start_chat(state, await on_thread(request.state.large, _chat, body), request)
-    writer = ResponseWriter(_fields(body, state), state.llm.tokenizer)
+    tools = await on_thread(request.state.large, response_tools, body.tools or [])
+    with renaming(tools.paths), renaming(_FIELD_NAMES):
+        generation, form = await start_chat(state, await on_thread(request.state.large, _chat, body, tools), request)
+    writer = ResponseWriter(_fields(body, state), state.llm.tokenizer, tools.names)
     return await respond(generation, form, writer, stream=body.stream)
 
 
@@ -89,20 +92,21 @@ def _fields(body: ResponsesRequest, state: ServerState) -> Json:
         "top_p": defaults.get("top_p", 1.0) if body.top_p is None else body.top_p,
         "truncation": "disabled",
         "usage": None,
+        **current().answer,
     }
 
 
 # --- the request as a chat --------------------------------------------------------------------------------------------
 
 
-def _chat(body: ResponsesRequest) -> ChatRequest:
+def _chat(body: ResponsesRequest, tools: ResponseTools) -> ChatRequest:
     same = {name: getattr(body, name) for name in SamplingRequest.model_fields}
     return ChatRequest(
         **same,
         messages=_messages(body),
         max_tokens=body.max_output_tokens,
         response_format=_response_format(body.text),
-        tools=[_tool(i, tool) for i, tool in enumerate(body.tools or [])] or None,
+        tools=tools.chat or None,
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         chat_template_kwargs={**_reasoning(body.reasoning or {}), **(body.chat_template_kwargs or {})} or None,
@@ -110,34 +114,27 @@ def _chat(body: ResponsesRequest) -> ChatRequest:
 
 
 def _reasoning(given: Json) -> Json:
-    check_fields("reasoning", given, ("effort",), parameters.REASONING)
-    return effort_options("reasoning.effort", given.get("effort"))
+    known = known_fields("reasoning", given, ("effort",), parameters.REASONING)
+    return effort_options("reasoning.effort", known.get("effort"))
 
 
 def _response_format(text: Json | None) -> Json | None:
     if text is None:
         return None
-    check_fields("text", text, ("format",), parameters.TEXT)
-    form = text.get("format")
+    form = known_fields("text", text, ("format",), parameters.TEXT).get("format")
     if isinstance(form, dict) and form.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
+        known = known_fields("text.format", form, ("type", *SCHEMA))
+        return {"type": "json_schema", "json_schema": {k: v for k, v in known.items() if k != "type"}}
     if form is not None and not isinstance(form, dict):
         raise invalid("text.format", "expected an object")
     return form
 
 
-def _tool(index: int, tool: Json) -> Json:
-    if tool.get("type") != "function":
-        raise unsupported(f"tools[{index}].type", "only tools of type 'function' are supported: leave others out")
-    known = ("name", "description", "parameters", "strict")
-    check_fields(f"tools[{index}]", tool, ("type", *known), parameters.RESPONSES_TOOL)
-    return {"type": "function", "function": {name: tool[name] for name in known if name in tool}}
-
-
 def _tool_choice(choice: str | Json | None) -> str | Json | None:
     if not isinstance(choice, dict) or choice.get("type") != "function":
         return choice
-    return {"type": "function", "function": {name: value for name, value in choice.items() if name != "type"}}
+    name = chat_name(choice.get("namespace"), choice.get("name"))
+    return {"type": "function", "function": {"name": name}}
 
 
 def _messages(body: ResponsesRequest) -> list[Json]:
@@ -146,10 +143,10 @@ def _messages(body: ResponsesRequest) -> list[Json]:
         return [*messages, {"role": "user", "content": body.input}]
     reasoning = ""  # belongs to the assistant's message that follows it
     for index, item in enumerate(body.input):
-        where, kind = f"input[{index}]", str(item.get("type", "message"))
+        where, kind = f"input[{index}]", str(item.get("type") or "message")
         if kind not in _ITEM_FIELDS:
             raise unsupported(f"{where}.type", f"items of type {kind!r:.60} are not supported")
-        check_fields(where, item, _ITEM_FIELDS[kind], parameters.RESPONSES_ITEM)
+        known_fields(where, item, _ITEM_FIELDS[kind], parameters.RESPONSES_ITEM)
         if kind == "message":
             messages.append(_message(where, item))
         elif kind == "function_call":
@@ -179,7 +176,8 @@ def _message(where: str, item: Json) -> Json:
 
 
 def _call(where: str, item: Json) -> Json:
-    function = {"name": _string(where, item, "name"), "arguments": _string(where, item, "arguments")}
+    name = chat_name(item.get("namespace"), _string(where, item, "name"))
+    function = {"name": name, "arguments": _string(where, item, "arguments")}
     return {"id": _string(where, item, "call_id"), "type": "function", "function": function}
 
 
