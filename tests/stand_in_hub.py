@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import pytest
+from huggingface_hub import close_session, constants
+
 LARGE = (".safetensors", ".gguf", ".bin", "tokenizer.json")  # kept by SHA-256, as in Git LFS
 PATH = re.compile(r"/(?P<api>api/models/)?(?P<name>[\w.-]+/[\w.-]+)(/(?P<verb>revision|tree|resolve)/(?P<rest>.*))?")
 
@@ -82,6 +85,23 @@ def serving_hub() -> Iterator[StandInHub]:
     finally:
         hub.shutdown()
         hub.server_close()
+
+
+@contextmanager
+def the_only_hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInHub]:
+    """For this process and those that it starts, with the empty cache of `home`."""
+    for variable in ("HF_TOKEN", "SSD_HF_CACHE", "HF_HUB_OFFLINE", "HF_HUB_CACHE"):
+        monkeypatch.delenv(variable, raising=False)
+    with serving_hub() as hub:
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
+        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+        monkeypatch.setenv("HF_HOME", str(home))
+        yield hub
+        close_session()
 
 
 def described(name: str, content: bytes) -> dict[str, Any]:

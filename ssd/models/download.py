@@ -98,14 +98,17 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be downloaded. `gguf`: the one that was chosen, None for a checkpoint in safetensors."""
+    """What is to be downloaded.
+
+    `gguf`: the file that was chosen, None for a checkpoint in safetensors; `is_default`: from several, without a wish.
+    """
 
     name: HubName
     revision: str
     snapshot: Snapshot
     files: tuple[RemoteFile, ...]
     gguf: str | None
-    is_only_gguf: bool
+    is_default: bool
 
     @property
     def size(self) -> int:
@@ -159,7 +162,8 @@ def plan(name: HubName, revision: str | None = None) -> Plan:
             _fetch(snapshot, files[INDEX], lambda size: None, Event())
             index = snapshot.link(files[INDEX])
         wanted = [gguf] if gguf else checkpoint_names(name.repository, files, index)
-    return Plan(name, revision or "main", snapshot, tuple(files[each] for each in wanted), gguf, len(ggufs) == 1)
+    is_default = gguf is not None and name.file is None and len(ggufs) > 1
+    return Plan(name, revision or "main", snapshot, tuple(files[each] for each in wanted), gguf, is_default)
 
 
 def download(plan: Plan, advance: Advance) -> Path:

@@ -13,7 +13,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 from conftest import TestModel
-from stand_in_hub import StandInHub, described, serving_hub
+from stand_in_hub import StandInHub, described, the_only_hub
 
 from ssd.assembly.open import open_checkpoint
 from ssd.errors import ConfigError, ModelNotFound, SSDError, UnsupportedModel
@@ -26,19 +26,8 @@ NAMES = ("tiny-Q8_0.gguf", "tiny-q4_k_m.gguf", "tiny.Q4_K_S.gguf", "tiny-f16.ggu
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInHub]:
-    """The only hub, with an empty cache."""
-    from huggingface_hub import constants
-
-    for variable in ("HF_HOME", "HF_TOKEN", "SSD_HF_CACHE"):
-        monkeypatch.delenv(variable, raising=False)
-    with serving_hub() as running:
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, running.address)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "ENDPOINT", running.address)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    with the_only_hub(tmp_path / "home", monkeypatch) as running:
         yield running
-        huggingface_hub.close_session()
 
 
 @pytest.fixture
@@ -58,7 +47,7 @@ def pulled(name: str, revision: str | None = None) -> Path:
 
 
 def blobs(tmp_path: Path) -> list[Path]:
-    return sorted((tmp_path / "cache").glob("models--*/blobs/*"))
+    return sorted((tmp_path / "home" / "hub").glob("models--*/blobs/*"))
 
 
 # --- which files ------------------------------------------------------------------------------------------------------
@@ -243,7 +232,7 @@ def test_a_commit_that_is_none_is_refused(commit: str, hub: StandInHub, tmp_path
     hub.add("org/tiny", {"tiny.gguf": b"content"}, changes={"": {"sha": commit}})
     with pytest.raises(SSDError, match="the hub answered with the commit"):
         pulled("org/tiny")
-    assert not (tmp_path / "cache").exists()
+    assert not (tmp_path / "home" / "hub").exists()
 
 
 def test_a_hash_that_is_a_path_is_no_name_of_a_blob(hub: StandInHub, tmp_path: Path) -> None:
