@@ -44,7 +44,8 @@ class Asked:
 
 
 class StandInHub(ThreadingHTTPServer):
-    """`cut`: connections are closed after so many bytes of a file; `failing`: files are answered with 503."""
+    """`cut`: connections are closed after so many bytes of a file; `failing`: files are answered with 503;
+    `elsewhere`: their content is on another host, to which requests are redirected."""
 
     daemon_threads = True
 
@@ -53,7 +54,7 @@ class StandInHub(ThreadingHTTPServer):
         self.repositories: dict[str, Repository] = {}
         self.asked: list[Asked] = []
         self.cut: int | None = None
-        self.failing = False
+        self.failing = self.elsewhere = False
         self.delay = 0.0  # seconds between pieces
         self.piece = 1 << 16
 
@@ -154,6 +155,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": repository.commit})
         if self.server.failing:
             return self._send(503, {})
+        if self.server.elsewhere and self.headers["Host"].startswith("127.0.0.1"):
+            return self._send(302, {"Location": f"http://localhost:{self.server.server_port}{self.path}"})
         content = repository.files[name]
         about = {**described(name, content), **repository.changes.get(name, {})}
         etag = about["lfs"]["sha256"] if "lfs" in about else about["blobId"]

@@ -73,12 +73,11 @@ def _found() -> Iterator[Found]:
         for snapshot in reversed(snapshots):  # a file of the preferred one replaces that of another
             names = names_in(snapshot)
             ggufs |= {f"{repository}:{tag(name, names)}": snapshot / name for name in gguf_names(names)}
-        if not ggufs or any((snapshot / CONFIG).is_file() for snapshot in snapshots):
-            path = local_model(HubName(repository))
-            if path is None or path.is_dir():
-                yield Found(repository, path, _size(path) if path else 0)
-        for name, path in ggufs.items():
-            yield Found(name, path, _size(path))
+        path = local_model(HubName(repository))
+        if not ggufs or (path is not None and path.is_dir()):
+            yield Found(repository, path, _size(path) if path else 0)
+        for name, file in ggufs.items():
+            yield Found(name, file, _size(file))
 
 
 def _described(found: Found) -> LocalModel:

@@ -88,11 +88,12 @@ class Snapshot:
         path = self.entry / "snapshots" / self.commit / file.name
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)
+            unfinished = _beside(path)
             try:
-                path.symlink_to(os.path.relpath(self.blob(file), path.parent))
+                unfinished.symlink_to(os.path.relpath(self.blob(file), path.parent))
             except OSError:  # a file system without links
-                shutil.copyfile(self.blob(file), path)
+                shutil.copyfile(self.blob(file), unfinished)
+            unfinished.replace(path)
         return path
 
 
@@ -253,9 +254,14 @@ def _hash(path: Path, file: RemoteFile) -> str:
 
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    unfinished = _beside(path)
     unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(path)
+
+
+def _beside(path: Path) -> Path:
+    """A name of this process, for what replaces a file at once."""
+    return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def _check_room(plan: Plan) -> None:
@@ -311,7 +317,7 @@ def _explanation(error: Exception, name: HubName) -> SSDError:
     status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
     match error:
         case errors.OfflineModeIsEnabled():
-            return ModelNotFound("HF_HUB_OFFLINE is set: unset it to download")
+            return ModelNotFound(f"{name} is not on this machine, and HF_HUB_OFFLINE is set: unset it to download")
         case errors.GatedRepoError():
             return ModelNotFound(
                 f"{name.repository} is gated: accept its licence at {page}, then set HF_TOKEN to a token of your "
@@ -336,5 +342,5 @@ def _explanation(error: Exception, name: HubName) -> SSDError:
             return ModelNotFound(f"the hub answered with status {status}: try again later; {again}")
     return ModelNotFound(
         f"{constants.ENDPOINT} could not be reached, or the connection broke ({one_line(error)}): check the network, "
-        f"HTTPS_PROXY and HF_ENDPOINT, and try again; {again}"
+        f"HTTPS_PROXY and HF_ENDPOINT, then run `ssd pull {name}`; {again}"
     )

@@ -50,9 +50,10 @@ def local_model(name: HubName, revision: str | None = None) -> Path | None:
 
 def model_in(snapshot: Path, name: HubName) -> Path | None:
     """The model in a snapshot: a directory, or a GGUF file; None if something of it is missing."""
-    if name.file is None and (snapshot / CONFIG).is_file():
+    names = names_in(snapshot)
+    if name.file is None and CONFIG in names and any("/" not in each and ".safetensors" in each for each in names):
         return snapshot if is_whole(snapshot) else None
-    files = matching(names_in(snapshot), name.file)
+    files = matching(names, name.file)
     return snapshot / files[0] if len(files) == 1 else None
 
 

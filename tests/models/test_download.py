@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,13 @@ def test_a_gguf_file_is_pulled_and_opened_by_its_tag(hub: StandInHub, tmp_path: 
     assert local_model(HubName("org/tiny")) == path
 
 
+def test_the_config_of_a_gguf_repository_makes_it_no_checkpoint(hub: StandInHub, tmp_path: Path) -> None:
+    hub.add("org/tiny", {"tiny-Q4_K_M.gguf": gguf_file(tmp_path), "config.json": b"{}"})
+    path = pulled("org/tiny")
+    (path.parent / "config.json").write_text("{}")  # as other tools download it
+    assert open_checkpoint("org/tiny").path == path
+
+
 def test_an_unclear_or_unknown_file_lists_the_choices_with_sizes(hub: StandInHub) -> None:
     hub.add("org/tiny", {"tiny-Q8_0.gguf": b"x" * 2_300_000, "tiny-Q2_K.gguf": b"x" * 500_000, "README.md": b""})
     with pytest.raises(ModelNotFound, match=r"(?s)no GGUF file for the usual Q4_K_M.*0\.5 MB  tiny-Q2_K.*2\.3 MB"):
@@ -188,6 +196,17 @@ def test_an_interrupted_download_goes_on_where_it_stopped(hub: StandInHub, llama
     assert sum(counted) == planned.size - present
     assert (path / "model.safetensors").read_bytes() == weights.read_bytes()
     assert not [file for file in blobs(tmp_path) if file.suffix == ".incomplete"]
+
+
+def test_two_downloads_at_the_same_time_share_the_files(hub: StandInHub, llama: Path) -> None:
+    """As the ranks of a model do. Catches two writers of one file."""
+    hub.add("org/tiny", llama)
+    hub.delay, hub.piece = 0.005, 1 << 14
+    with ThreadPoolExecutor(3) as pool:
+        [path] = set(pool.map(pulled, ["org/tiny"] * 3))
+    assert all((path / file.name).read_bytes() == file.read_bytes() for file in llama.iterdir())
+    asked = [each.file for each in hub.asked if each.file]
+    assert sorted(asked) == hub.fetched()
 
 
 def test_content_that_is_not_what_the_hub_describes_is_refused(hub: StandInHub, tmp_path: Path) -> None:
@@ -261,6 +280,15 @@ def test_gated_private_and_unknown_models(hub: StandInHub, monkeypatch: pytest.M
     monkeypatch.setenv("HF_TOKEN", "hf_right")
     assert pulled("org/gated").read_bytes() == pulled("org/private").read_bytes() == b"content"
     assert {each.headers.get("authorization") for each in hub.asked[-3:]} == {"Bearer hf_right"}
+
+
+def test_a_token_is_not_sent_to_another_host(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add("org/tiny", {"tiny.gguf": b"content"})
+    hub.elsewhere = True
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    assert pulled("org/tiny").read_bytes() == b"content"
+    sent = [(each.headers["host"].split(":")[0], each.headers.get("authorization")) for each in hub.asked]
+    assert sent[-2:] == [("127.0.0.1", "Bearer hf_right"), ("localhost", None)]
 
 
 def test_revisions(hub: StandInHub) -> None:
