@@ -45,7 +45,8 @@ class Asked:
 
 class StandInHub(ThreadingHTTPServer):
     """`cut`: connections are closed after so many bytes of a file; `failing`: files are answered with 503;
-    `elsewhere`: their content is on another host, to which requests are redirected."""
+    `elsewhere`: their content is on another host, to which requests are redirected; `ranges_count`: False if files
+    are always sent from their beginning."""
 
     daemon_threads = True
 
@@ -55,6 +56,7 @@ class StandInHub(ThreadingHTTPServer):
         self.asked: list[Asked] = []
         self.cut: int | None = None
         self.failing = self.elsewhere = False
+        self.ranges_count = True
         self.delay = 0.0  # seconds between pieces
         self.piece = 1 << 16
 
@@ -114,6 +116,14 @@ def described(name: str, content: bytes) -> dict[str, Any]:
     return about
 
 
+def _listed(about: dict[str, Any]) -> dict[str, Any]:
+    """The same in a listing of a tree."""
+    entry = {"type": "file", "path": about["rfilename"], "size": about["size"], "oid": about["blobId"]}
+    if "lfs" in about:
+        entry["lfs"] = {"oid": about["lfs"]["sha256"], "size": about["lfs"]["size"], "pointerSize": 130}
+    return entry
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: StandInHub
     protocol_version = "HTTP/1.1"
@@ -145,6 +155,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(404, {"X-Error-Code": "RevisionNotFound"})
         files = [described(name, content) for name, content in repository.files.items()]
         files = [{**each, **repository.changes.get(each["rfilename"], {})} for each in files]
+        if found["verb"] == "tree":
+            return self._send(200, {}, json.dumps([_listed(each) for each in files]).encode())
         about = {"id": found["name"], "sha": repository.commit, "siblings": files}
         self._send(200, {}, json.dumps({**about, **repository.changes.get("", {})}).encode())
 
@@ -164,7 +176,7 @@ class _Handler(BaseHTTPRequestHandler):
         if "lfs" in about:
             headers |= {"X-Linked-ETag": f'"{etag}"', "X-Linked-Size": str(about["lfs"]["size"])}
         status, start = 200, 0
-        if span := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
+        if span := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "") * self.server.ranges_count):
             start = int(span[1])
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
             status = 206

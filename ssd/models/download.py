@@ -17,7 +17,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -175,7 +175,7 @@ def download(plan: Plan, advance: Advance) -> Path:
         with ThreadPoolExecutor(_THREADS) as pool:
             running = [pool.submit(_fetch, snapshot, file, advance, stopped) for file in plan.files]
             try:
-                for each in running:
+                for each in as_completed(running):
                     each.result()
             except BaseException:  # Ctrl-C, too
                 stopped.set()
@@ -206,7 +206,7 @@ def _fetch(snapshot: Snapshot, file: RemoteFile, advance: Advance, stopped: Even
         url = hf_hub_url(snapshot.repository, file.name, revision=snapshot.commit, endpoint=constants.ENDPOINT)
         with partial.open("ab") as out:
             if out.tell() > file.size:
-                out.truncate(0)
+                _empty(out)
             failures = 0
             while out.tell() < file.size:
                 before = out.tell()
@@ -232,7 +232,7 @@ def _receive(url: str, out: IO[bytes], file: RemoteFile, advance: Advance, stopp
     with get_session().stream("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response:
         hf_raise_for_status(response)
         if response.status_code != 206 and start:  # the server sends all of it again
-            out.truncate(0)
+            _empty(out)
             advance(-start)
         for piece in response.iter_bytes():
             if stopped.is_set():
@@ -243,6 +243,11 @@ def _receive(url: str, out: IO[bytes], file: RemoteFile, advance: Advance, stopp
             advance(len(piece))
     if out.tell() < file.size:
         raise SSDError(f"the server sends {out.tell()} bytes of {file.name} only, not {file.size}")
+
+
+def _empty(file: IO[bytes]) -> None:
+    file.seek(0)
+    file.truncate()
 
 
 def _hash(path: Path, file: RemoteFile) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -196,6 +197,46 @@ def test_an_interrupted_download_goes_on_where_it_stopped(hub: StandInHub, llama
     assert sum(counted) == planned.size - present
     assert (path / "model.safetensors").read_bytes() == weights.read_bytes()
     assert not [file for file in blobs(tmp_path) if file.suffix == ".incomplete"]
+
+
+@pytest.mark.parametrize("left", [b"con", b"content, and more than that", b"wrong"])
+def test_what_an_earlier_run_has_left_cannot_spoil_a_file(left: bytes, hub: StandInHub, tmp_path: Path) -> None:
+    hub.add("org/tiny", {"tiny.gguf": b"content"})
+    blobs_folder = tmp_path / "home" / "hub" / "models--org--tiny" / "blobs"
+    blobs_folder.mkdir(parents=True)
+    (blobs_folder / f"{hashlib.sha256(b'content').hexdigest()}.incomplete").write_bytes(left)
+    if left == b"wrong":
+        with pytest.raises(SSDError, match="is not what the hub describes"):
+            pulled("org/tiny")
+    assert pulled("org/tiny").read_bytes() == b"content"
+
+
+def test_a_server_that_sends_files_from_the_beginning_only(hub: StandInHub, tmp_path: Path) -> None:
+    """Catches bytes that are counted or written twice."""
+    hub.add("org/tiny", {"tiny.gguf": b"content"})
+    hub.cut = 3
+    with pytest.raises(SSDError):
+        pulled("org/tiny")
+    hub.cut, hub.failing, hub.ranges_count = None, False, False
+    planned, counted = plan(HubName("org/tiny")), []
+    assert planned.present == 3
+    assert download(planned, counted.append).read_bytes() == b"content"
+    assert sum(counted) == 4
+
+
+def test_the_hubs_own_library_finds_what_was_downloaded(hub: StandInHub, llama: Path, tmp_path: Path) -> None:
+    hub.add("org/tiny", llama)
+    path, cache = pulled("org/tiny"), tmp_path / "home" / "hub"
+    found = huggingface_hub.hf_hub_download("org/tiny", "config.json", cache_dir=cache, local_files_only=True)
+    assert Path(found) == path / "config.json"
+    report = huggingface_hub.scan_cache_dir(cache)
+    assert not report.warnings
+    [repository] = report.repos
+    assert (repository.repo_id, repository.refs.keys()) == ("org/tiny", {"main"})
+    asked = len(hub.asked)
+    for offline in (True, False):
+        assert huggingface_hub.snapshot_download("org/tiny", cache_dir=cache, local_files_only=offline) == str(path)
+    assert not [each for each in hub.asked[asked:] if each.file]
 
 
 def test_two_downloads_at_the_same_time_share_the_files(hub: StandInHub, llama: Path) -> None:
