@@ -89,7 +89,7 @@ def download_all(repositories: Iterable[Repository], cache: Path) -> int:
 def download(repository: Repository, cache: Path) -> bool:
     """Fetch what the engine wants of a repository; without network the hub's library may be content with a part."""
     from ssd.models.checkpoint import weight_files  # brings torch along: a plan needs none
-    from ssd.models.hub import UNWANTED, WANTED
+    from ssd.models.repository import UNWANTED, WANTED
 
     print(f"{repository.name} ...", flush=True)
     try:

@@ -250,7 +250,7 @@ class EngineConfig:
 
     model: str = field(
         metadata=described(
-            "A bundled model, a directory, a .gguf file, a hub id, or graft:MODEL@SHAPE.",
+            "A bundled model, a directory, a .gguf file, a hub id (org/name, org/name:Q4_K_M), or graft:MODEL@SHAPE.",
             expects="a bundled model, a directory, a .gguf file or a hub id",
         )
     )

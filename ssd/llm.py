@@ -47,11 +47,12 @@ Prompt = str | Seq[int] | Seq[Message]  # text, token ids, or chat messages
 class LLM:
     """A loaded model with its engine.
 
-    `model` is a bundled model, a Hugging Face directory, a `.gguf` file or a hub id, or `graft:BASE@SHAPE`: one of them
-    in the shape of a published model. Every other keyword is a field of `ssd.config.EngineConfig` (device, dtype,
-    max_model_len, max_num_seqs, …). `LLM(EngineConfig(…))` is the same, and checked by editors and type checkers.
-    `config`: the options, with what was chosen for those left out. `path`: the model's directory or file. `note`: a
-    caveat to print with every measurement of the model, or "".
+    `model` is a bundled model, a Hugging Face directory, a `.gguf` file or a hub id (`org/name`, or `org/name:Q4_K_M`
+    for one of its GGUF files), or `graft:BASE@SHAPE`: one of them in the shape of a published model. Every other
+    keyword is a field of `ssd.config.EngineConfig` (device, dtype, max_model_len, max_num_seqs, …).
+    `LLM(EngineConfig(…))` is the same, and checked by editors and type checkers. `config`: the options, with what was
+    chosen for those left out. `path`: the model's directory or file. `note`: a caveat to print with every measurement
+    of the model, or "".
 
     In processes of torchrun other than rank 0 it does not return: they compute for rank 0, and exit when it does.
     """

@@ -11,10 +11,11 @@ from ssd.errors import ConfigError, ModelNotFound, UnsupportedModel
 from ssd.grafts.eagle_graft import EagleGraft
 from ssd.grafts.graft import GraftCheckpoint
 from ssd.models.checkpoint import Checkpoint, HFCheckpoint
+from ssd.models.download import find_or_download
 from ssd.models.eagle import EagleCheckpoint
 from ssd.models.families import is_eagle
 from ssd.models.gguf import GGUFCheckpoint
-from ssd.models.hub import is_hub_id, snapshot_in, snapshot_of
+from ssd.models.hub import is_hub_id, snapshot_in
 from ssd.text.json_file import read_json
 
 BUNDLE: Final = Path(__file__).parents[1] / "bundle"  # the small models that come with the package
@@ -23,8 +24,9 @@ HEAD: Final = "-eagle"  # ends the names of bundled heads
 
 
 def open_checkpoint(model: str | os.PathLike[str], field: str = "model") -> Checkpoint:
-    """Open a bundled model, a directory, a `.gguf` file, a hub id `org/name` (local cache first, then download), or
-    `graft:BASE@SHAPE`: any of them in the shape of a published model, perhaps rounded (`graft:BASE@SHAPE:fp8`).
+    """Open a bundled model, a directory, a `.gguf` file, a hub id (`org/name`, or `org/name:Q4_K_M` for one of its GGUF
+    files; local cache first, then download), or `graft:BASE@SHAPE`: any of them in the shape of a published
+    model, perhaps rounded (`graft:BASE@SHAPE:fp8`).
 
     A bundled name wins over a directory of that name, which is `./name`. `field`: the option that names the model, for
     errors.
@@ -35,8 +37,8 @@ def open_checkpoint(model: str | os.PathLike[str], field: str = "model") -> Chec
         if not base:
             raise ConfigError(f"{field}={name!r}: write graft:BASE@SHAPE, such as graft:tiny-llama@llama-3.1-8b")
         return open_graft(base, shape, field)
-    path = _path(name)
-    return _open_file(path) if path.is_file() else HFCheckpoint.open(_directory(name, field))
+    path = model_path(name, field)
+    return _open_file(path) if path.is_file() else HFCheckpoint.open(path)
 
 
 def open_eagle(draft: str, field: str = "speculation draft") -> EagleCheckpoint | None:
@@ -45,28 +47,27 @@ def open_eagle(draft: str, field: str = "speculation draft") -> EagleCheckpoint 
         base, _, shape = draft.removeprefix(GRAFT_PREFIX).rpartition("@")
         head = open_eagle(base, field) if base else None
         return None if head is None else EagleGraft.of(head, shape)
-    if _path(draft).is_file():
-        return None
-    folder = _directory(draft, field)
-    config = folder / "config.json"
-    return EagleCheckpoint.open(folder) if config.is_file() and is_eagle(read_json(config)) else None
+    path = model_path(draft, field)
+    config = path / "config.json"
+    return EagleCheckpoint.open(path) if config.is_file() and is_eagle(read_json(config)) else None
 
 
-def _path(name: str) -> Path:
-    return BUNDLE / name if name in bundled() else Path(name).expanduser()
+def model_path(name: str, field: str = "model") -> Path:
+    """The directory or file of a model that is no graft: every name of one goes through here.
 
-
-def _directory(name: str, field: str) -> Path:
-    """That of a bundled model, a path or a hub id."""
-    path = _path(name)
+    What is on the hub and in no local cache is downloaded.
+    """
+    path = BUNDLE / name if name in bundled() else Path(name).expanduser()
+    if path.is_file():
+        return path
     if path.is_dir():
         return _inside_cache_entry(path)
     if is_hub_id(name):
-        return snapshot_of(name, field)
+        return find_or_download(name, field)
     known = bundled_models() if field == "model" else bundled()  # a draft may be a head
     close = get_close_matches(name, known, n=1)
     raise ModelNotFound(
-        f"{field}={name!r}: no such directory or .gguf file, and not a hub id of the form org/name; "
+        f"{field}={name!r}: no such directory or .gguf file, and not a hub id of the form org/name or org/name:Q4_K_M; "
         f"{f'did you mean {close[0]}? Else ' if close else ''}"
         f"pass an existing path, a hub id or a bundled model ({', '.join(known) or 'none is here'})"
     )

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 import typer
 import typer.core
 
-from ssd.cli import bench, bench_serve, chat, demo, explain, export, generate, serve
+from ssd.cli import bench, bench_serve, chat, demo, explain, export, generate, models, pull, run, serve
 from ssd.cli.help import Command, without_types
 from ssd.version import VERSION
 
@@ -18,14 +18,19 @@ HELP: Final = """\
 [bold]ssd[/]: exact, extremely fast decoding of large language models.
 
 A MODEL is a bundled model such as [cyan]tiny-llama[/], a Hugging Face directory, a [cyan].gguf[/] file, or a hub id \
-such as [cyan]meta-llama/Llama-3.2-1B[/] (looked up in SSD_HF_CACHE and the Hugging Face cache, downloaded when it is \
-in neither). [cyan]graft:MODEL@SHAPE[/] is a small model at the cost of a large one: see [cyan]ssd graft[/].
+such as [cyan]meta-llama/Llama-3.2-1B[/], with [cyan]:Q4_K_M[/] behind it for one of its GGUF files (looked up in \
+SSD_HF_CACHE and the Hugging Face cache, downloaded when it is in neither). [cyan]graft:MODEL@SHAPE[/] is a small \
+model at the cost of a large one: see [cyan]ssd graft[/].
 
 [bold]Try[/]
 
   ssd demo
 
   ssd chat
+
+  ssd run Qwen/Qwen3-0.6B "What is the capital of France?"
+
+  ssd list
 
   ssd generate MODEL "Once upon a time"
 
@@ -95,6 +100,9 @@ def main(
 _add = functools.partial(app.command, cls=Command)
 _add(help=demo.HELP)(demo.demo)
 _add(help=chat.HELP)(chat.chat)
+_add(help=run.HELP)(run.run)
+_add(help=pull.HELP)(pull.pull)
+_add("list", help=models.HELP)(models.list_models)
 _add()(generate.generate)
 _add(help=serve.HELP, context_settings={"auto_envvar_prefix": "SSD"})(serve.serve)  # SSD_PORT stands for --port
 _add(help=explain.HELP)(explain.explain)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -23,9 +23,10 @@ from ssd.layers.parameter import LazyTensor
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import check_fits
 from ssd.models.families import DTYPES, decoder_config
-from ssd.models.fields import TOKEN_ID, check_field, shown
+from ssd.models.fields import TOKEN_ID, check_field
 from ssd.models.fused_experts import single_experts
 from ssd.models.quantization import formats_of
+from ssd.models.repository import INDEX, PICKLES, indexed_names, weight_names
 from ssd.models.streaming import StoredTensor, read_tensors, stored_tensors
 from ssd.text.json_file import read_json
 from ssd.text.tokenizer import Tokenizer, load_tokenizer
@@ -168,16 +169,13 @@ def _config_file(path: Path) -> Path:
 
 def weight_files(path: Path) -> list[Path]:
     """The safetensors that make up the model: those of the index, else `model.safetensors`, else all of them."""
-    index = path / "model.safetensors.index.json"
+    index = path / INDEX
     if index.is_file():
         return _shards(index)
-    single = path / "model.safetensors"
-    if single.exists():
-        return _regular([single])
-    files = sorted(file for file in path.glob("*.safetensors") if not file.name.startswith("consolidated"))
-    if files:
-        return _regular(files)
-    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
+    names = weight_names((file.name for file in path.glob("*.safetensors")), None)
+    if names:
+        return _regular([path / name for name in names])
+    pickles = sorted(file.name for pattern in PICKLES for file in path.glob(pattern))
     if pickles:
         raise UnsupportedModel(
             f"{path} holds pickled weights only ({pickles[0]}), which can run code when loaded: convert them with "
@@ -188,13 +186,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def _shards(index: Path) -> list[Path]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise SSDError(f"{index} has no weight_map: download the checkpoint again")
-    for name in weight_map.values():
-        if not isinstance(name, str) or len(name) > 255 or {"..", "/"} & set(PurePath(name).parts):
-            raise SSDError(f"{index}: weight_map names {shown(name)}, expected a file of this directory")
-    files = [index.parent / name for name in sorted(set(weight_map.values()))]
+    files = [index.parent / name for name in indexed_names(index)]
     missing = [file.name for file in files if not file.exists()]
     if missing:
         raise ModelNotFound(

@@ -318,14 +318,19 @@ def check_split(config: DecoderConfig, size: int, option: str = "tensor_parallel
         raise ConfigError(f"{option}={size} cannot split a model with {shapes}: use one of {', '.join(possible)}")
 
 
-def check_fits(config: DecoderConfig, num_stored: int) -> None:
-    """Refuses a config of more parameters than files can hold (`num_stored`), before layers are built from it."""
+def num_parameters(config: DecoderConfig) -> int:
+    """Numbers in all tensors of a checkpoint of this config; only one layer of each kind is looked at."""
 
     def count(layers: tuple[LayerSpec, ...]) -> int:
         return sum(map(math.prod, parameter_shapes(replace(config, layers=layers)).values()))
 
     around = count(())
-    total = around + sum(times * (count((spec,)) - around) for spec, times in Counter(config.layers).items())
+    return around + sum(times * (count((spec,)) - around) for spec, times in Counter(config.layers).items())
+
+
+def check_fits(config: DecoderConfig, num_stored: int) -> None:
+    """Refuses a config of more parameters than files can hold (`num_stored`), before layers are built from it."""
+    total = num_parameters(config)
     if total > num_stored:
         raise UnsupportedModel(
             f"num_layers={config.num_layers}, hidden_size={config.hidden_size}, vocab_size={config.vocab_size}, …: "

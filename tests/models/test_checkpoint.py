@@ -385,7 +385,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def no_network(*args: Any, **kwargs: Any) -> str:
         raise ConnectionError("no network in tests")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", no_network)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", no_network)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "default"))
     monkeypatch.delenv("HF_HOME", raising=False)
     monkeypatch.setenv("SSD_HF_CACHE", str(tmp_path / "cache"))
@@ -427,27 +427,11 @@ def test_every_cache_is_looked_at(
     assert open_checkpoint("org/tiny").path == expected
 
 
-def test_what_no_cache_has_is_downloaded(cache: Path, llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    asked: dict[str, Any] = {}
-
-    def download(model: str, **kwargs: Any) -> str:
-        asked.update(kwargs, model=model)
-        return str(llama_dir)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert open_checkpoint("org/tiny").path == llama_dir
-    assert (asked["model"], asked["cache_dir"]) == ("org/tiny", cache)
-    assert "*.safetensors" in asked["allow_patterns"]
-    assert not any("bin" in p for p in asked["allow_patterns"])
-
-
 def test_a_model_found_nowhere_says_where_and_what_to_do(cache: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound) as error:
         open_checkpoint("org/tiny")
     text = str(error.value)
-    for part in (str(cache), str(tmp_path / "default"), "no network in tests", "hf download org/tiny", "SSD_HF_CACHE"):
+    for part in (str(cache), str(tmp_path / "default"), "no network in tests", "ssd pull org/tiny", "SSD_HF_CACHE"):
         assert part in text
     with pytest.raises(ModelNotFound, match=r"^speculation draft='org/tiny'"):
         open_checkpoint("org/tiny", "speculation draft")

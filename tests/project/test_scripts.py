@@ -19,7 +19,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
 
 from ssd.assembly.open import BUNDLE, open_checkpoint
-from ssd.models.hub import UNWANTED, WANTED
+from ssd.models.repository import UNWANTED, WANTED
 from ssd.prompts import load_prompts
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
