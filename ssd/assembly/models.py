@@ -23,6 +23,7 @@ from ssd.layers.parameter import Build
 from ssd.models.checkpoint import Checkpoint, HFCheckpoint, Weights
 from ssd.models.decoder import Decoder
 from ssd.models.eagle import EagleCheckpoint, EagleHead
+from ssd.models.hub import short_name
 from ssd.parallel.tensor import TensorParallel
 
 log = logging.getLogger("ssd")
@@ -83,15 +84,16 @@ def load_decoder(
     else:
         decoder = Decoder(checkpoint.config, build, max_positions=positions, windowed=is_target)
     ops.wide_bytes = wide_bytes(config, decoder.num_bytes() // tp.size, device)
-    name = f"{checkpoint.path.name} in {decoder.quantized}" if decoder.quantized else checkpoint.path.name
-    decoder.load(_reported(name, _weights(checkpoint, decoder), len(decoder.shapes())))
+    name = short_name(checkpoint.path)
+    form = f" in {decoder.quantized}" if decoder.quantized else ""
+    decoder.load(_reported(f"{name}{form}", _weights(checkpoint, decoder), len(decoder.shapes())))
     if decoder.quantized and device.type == "cuda":
         torch.cuda.empty_cache()  # the weights as they were before: memory for KV
     if device.type == "cpu":
         trim_heap()
     log.info(
         "%s: %s of weights in %s on %s, %s kernels, loaded in %.1f s",
-        *(checkpoint.path.name, gib(decoder.num_bytes() // tp.size)),
+        *(name, gib(decoder.num_bytes() // tp.size)),
         *(decoder.quantized or str(dtype).removeprefix("torch."), device_name(device), name_of(ops)),
         time.perf_counter() - began,
     )

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from ssd.bench.measure import MEAN
 from ssd.bench.record import Figure, spread
+from ssd.models.hub import short_name
 
 Row = dict[str, Any]
 
@@ -124,9 +125,7 @@ def _figures(row: Row) -> dict[str, Figure]:
 def _short(model: str) -> str:
     """A model's name without its folders."""
     path = PurePath(model)
-    if path.parent.name == "snapshots":
-        return path.parents[1].name.removeprefix("models--").replace("--", "/")
-    return path.name if path.is_absolute() else model
+    return short_name(path) if path.is_absolute() else model
 
 
 def _share(value: float | None) -> str:

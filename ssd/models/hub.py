@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Final, NamedTuple
 
 from ssd.errors import SSDError
@@ -122,6 +122,13 @@ def snapshots_in(entry: Path, revision: str | None = None) -> list[Path]:
 def snapshot_in(entry: Path) -> Path | None:
     """The first snapshot that holds a config."""
     return next((path for path in snapshots_in(entry) if (path / CONFIG).is_file()), None)
+
+
+def short_name(path: PurePath) -> str:
+    """A model's path without its folders; the repository, where it is a snapshot of a cache."""
+    if path.parent.name != "snapshots":
+        return path.name
+    return path.parents[1].name.removeprefix("models--").replace("--", "/", 1)
 
 
 def _commit(entry: Path, revision: str) -> str:

@@ -20,7 +20,7 @@ from stand_in_hub import StandInHub, described, the_only_hub
 from ssd.assembly.open import open_checkpoint
 from ssd.errors import ConfigError, ModelNotFound, SSDError, UnsupportedModel
 from ssd.models.download import download, plan
-from ssd.models.hub import HubName, local_model
+from ssd.models.hub import HubName, local_model, short_name
 from ssd.models.repository import checkpoint_names, matching, quantization, tag
 
 NAMES = ("tiny-Q8_0.gguf", "tiny-q4_k_m.gguf", "tiny.Q4_K_S.gguf", "tiny-f16.gguf", "mmproj-tiny-f16.gguf")
@@ -127,6 +127,7 @@ def test_a_checkpoint_is_pulled_with_needed_files_only(hub: StandInHub, llama: P
     assert all((path / name).read_bytes() == content for name, content in files.items())
     assert open_checkpoint("org/tiny").path == path == local_model(HubName("org/tiny"))
     assert (path.parents[1] / "refs" / "main").read_text() == "c" * 40
+    assert (short_name(path), short_name(llama)) == ("org/tiny", llama.name)
 
 
 def test_what_is_opened_by_name_is_downloaded_once(hub: StandInHub, llama: Path) -> None:
