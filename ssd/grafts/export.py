@@ -28,7 +28,7 @@ from ssd.kernels.codes import Codes, Format, TargetFormat, bits_of, group_size, 
 from ssd.layers.formats.mxfp4 import MXFP4
 from ssd.layers.formats.rounded import Rounded
 from ssd.layers.spec import ExpertsSpec, MLPSpec, RopeConfig
-from ssd.models.checkpoint import all_weights
+from ssd.models.checkpoint import INDEX, all_weights
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import Decoder, outline, parameter_shapes
 from ssd.models.eagle import EagleCheckpoint, EagleConfig, authors_name, eagle_shapes
@@ -209,7 +209,7 @@ def _name_shards(shards: list[list[str]], folder: Path, total: int) -> None:
         file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
         (folder / f"{i}.safetensors").rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
-    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _copy_text_files(source: Path, folder: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,16 +21,18 @@ from ssd.errors import ModelNotFound, SSDError, UnsupportedModel
 from ssd.layers.formats import FormatOf, dense
 from ssd.layers.parameter import LazyTensor
 from ssd.models.config import DecoderConfig
+from ssd.models.content import Sources
 from ssd.models.decoder import check_fits
 from ssd.models.families import DTYPES, decoder_config
 from ssd.models.fields import TOKEN_ID, check_field, shown
 from ssd.models.fused_experts import single_experts
 from ssd.models.quantization import formats_of
-from ssd.models.streaming import StoredTensor, read_tensors, stored_tensors
+from ssd.models.streaming import StoredTensor, header_bytes, read_tensors, stored_tensors
 from ssd.text.json_file import read_json
 from ssd.text.tokenizer import Tokenizer, load_tokenizer
 
 Weights = Iterator[tuple[str, torch.Tensor | LazyTensor]]
+INDEX: Final = "model.safetensors.index.json"  # names the files of a checkpoint
 
 
 class Checkpoint(Protocol):
@@ -53,6 +55,11 @@ class Checkpoint(Protocol):
     @property
     def note(self) -> str:
         """A caveat to print with every measurement of this model; "" for an ordinary one."""
+        ...
+
+    @property
+    def sources(self) -> Sources:
+        """The files that decide the weights; {} if these are computed."""
         ...
 
     def weights(self, device: torch.device, dtype: torch.dtype) -> Weights:
@@ -141,6 +148,13 @@ class HFCheckpoint:
         note = graft_note(graft.get("base"), graft.get("shape"), graft.get("quantization")) if graft else ""
         return cls(path=path, config=config, stop_token_ids=stops, note=note, formats=formats)
 
+    @property
+    def sources(self) -> Sources:
+        described = [file for file in (self.path / "config.json", self.path / INDEX) if file.is_file()]
+        return {file: file.stat().st_size for file in described} | {
+            file: header_bytes(file) for file in weight_files(self.path)
+        }
+
     def weights(self, device: torch.device, dtype: torch.dtype) -> Weights:
         files = weight_files(self.path)
         read: Weights = _read_to_gpu(files, device) if device.type == "cuda" else read_safetensors(files)
@@ -168,7 +182,7 @@ def _config_file(path: Path) -> Path:
 
 def weight_files(path: Path) -> list[Path]:
     """The safetensors that make up the model: those of the index, else `model.safetensors`, else all of them."""
-    index = path / "model.safetensors.index.json"
+    index = path / INDEX
     if index.is_file():
         return _shards(index)
     single = path / "model.safetensors"

@@ -23,6 +23,7 @@ from ssd.layers.formats.gguf import BLOCKS, Blocks
 from ssd.layers.spec import RopeConfig
 from ssd.models.checkpoint import Weights
 from ssd.models.config import DecoderConfig, equal_layers
+from ssd.models.content import Sources
 from ssd.models.decoder import check_fits, parameter_shapes
 from ssd.models.fields import (
     EPSILON,
@@ -122,6 +123,10 @@ class GGUFCheckpoint:
         stored = ((self._names.get(info.name), _blocks(info)) for info in self.header.tensors.values())
         found = {name.removesuffix(".weight"): blocks for name, blocks in stored if name and blocks}
         return lambda name: found.get(name, DENSE)
+
+    @property
+    def sources(self) -> Sources:
+        return {self.path: min(info.offset for info in self.header.tensors.values())}
 
     def weights(self, device: torch.device, dtype: torch.dtype) -> Weights:
         data = np.memmap(self.path, dtype=np.uint8, mode="r")

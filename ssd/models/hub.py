@@ -27,6 +27,13 @@ def is_hub_id(model: str) -> bool:
     return _ID.fullmatch(model) is not None
 
 
+def name_of(path: Path) -> str:
+    """What a user calls a checkpoint: org/name of a snapshot in a cache, else the name of the file or directory."""
+    entry = path.parent.parent
+    snapshot = path.parent.name == "snapshots" and entry.name.startswith("models--")
+    return entry.name.removeprefix("models--").replace("--", "/") if snapshot else path.name
+
+
 def snapshot_of(model: str, field: str = "model") -> Path:
     """The snapshot of a hub id: from a local cache if one has it, else downloaded. `field`: what errors call it."""
     places = cache_places(model)
