@@ -69,7 +69,7 @@ class Blocks(Coded):
     def codes(self, stored: Mapping[str, torch.Tensor]) -> Codes:
         """Some rows at a time: what is made on the way from bytes to codes takes several times their memory."""
         weight = stored["weight"]
-        return fused_codes([self._codes(rows) for rows in weight.split(max(1, _CHUNK // weight.shape[1]))])
+        return fused_codes([self._codes(rows) for rows in torch.split(weight, max(1, _CHUNK // weight.shape[1]))])
 
     def _codes(self, weight: torch.Tensor) -> Codes:
         blocks = weight.reshape(len(weight), -1, self.num_stored)
