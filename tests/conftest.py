@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: with models this small, threads only wait for each other
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # and where a test asks for more, they wait without taking a core
+os.environ.setdefault("SSD_WEIGHT_CACHE", "0")  # tests of it have a folder of their own
 
 import hypothesis
 import pytest

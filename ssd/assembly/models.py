@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import nullcontext
 from typing import Final
 
 import torch
@@ -24,6 +25,7 @@ from ssd.models.checkpoint import Checkpoint, HFCheckpoint, Weights
 from ssd.models.decoder import Decoder
 from ssd.models.eagle import EagleCheckpoint, EagleHead
 from ssd.models.hub import short_name
+from ssd.models.weight_cache import WeightCache
 from ssd.parallel.tensor import TensorParallel
 
 log = logging.getLogger("ssd")
@@ -86,19 +88,34 @@ def load_decoder(
     ops.wide_bytes = wide_bytes(config, decoder.num_bytes() // tp.size, device)
     name = short_name(checkpoint.path)
     form = f" in {decoder.quantized}" if decoder.quantized else ""
-    decoder.load(_reported(f"{name}{form}", _weights(checkpoint, decoder), len(decoder.shapes())))
+    kept = _kept(config, checkpoint, decoder, is_target)
+    mapped = kept is not None and kept.restore()
+    if not mapped:
+        weights = _reported(f"{name}{form}", _weights(checkpoint, decoder), len(decoder.shapes()))
+        with nullcontext(lambda _: None) if kept is None else kept.filling() as complete:
+            decoder.load(weights, complete)
     if decoder.quantized and device.type == "cuda":
         torch.cuda.empty_cache()  # the weights as they were before: memory for KV
     if device.type == "cpu":
         trim_heap()
     log.info(
-        "%s: %s of weights in %s on %s, %s kernels, loaded in %.1f s",
+        "%s: %s of weights in %s on %s, %s kernels, %s in %.1f s",
         *(name, gib(decoder.num_bytes() // tp.size)),
         *(decoder.quantized or str(dtype).removeprefix("torch."), device_name(device), name_of(ops)),
-        time.perf_counter() - began,
+        *("mapped from the cache" if mapped else "loaded", time.perf_counter() - began),
     )
     ops.reserve(decoder.heads, device)
     return Loaded(decoder, max_len, max_rows, scratch_slots)
+
+
+def _kept(
+    config: EngineConfig, checkpoint: Checkpoint | EagleCheckpoint, decoder: Decoder, is_target: bool
+) -> WeightCache | None:
+    """The file of these weights in the user's cache."""
+    if isinstance(checkpoint, EagleCheckpoint):
+        return None
+    form = config.quantization if is_target else config.speculation.draft_quantization
+    return WeightCache.of(checkpoint, decoder, {"quantization": form, "exact": is_target})
 
 
 def _reported(model: str, weights: Weights, count: int) -> Weights:

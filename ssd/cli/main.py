@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 import typer
 import typer.core
 
-from ssd.cli import bench, bench_serve, chat, demo, explain, export, generate, models, pull, run, serve
+from ssd.cli import bench, bench_serve, cache, chat, demo, explain, export, generate, models, pull, run, serve
 from ssd.cli.help import Command, without_types
 from ssd.version import VERSION
 
@@ -51,13 +51,14 @@ model at the cost of a large one: see [cyan]ssd graft[/].
 
 
 class _Commands(typer.core.TyperGroup):
-    """`bench serve` is a command of two words: `bench` itself takes a model."""
+    """`bench serve` and `cache clear` are commands of two words: `bench` itself takes a model, `cache` lists."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return without_types(super().get_params(ctx))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        return super().resolve_command(ctx, [" ".join(args[:2]), *args[2:]] if args[:2] == ["bench", "serve"] else args)
+        two = " ".join(args[:2])
+        return super().resolve_command(ctx, [two, *args[2:]] if two in self.commands else args)
 
 
 app = typer.Typer(
@@ -108,6 +109,8 @@ _add(help=serve.HELP, context_settings={"auto_envvar_prefix": "SSD"})(serve.serv
 _add(help=explain.HELP)(explain.explain)
 _add(help=bench.HELP)(bench.bench)
 _add("bench serve", help=bench_serve.HELP)(bench_serve.bench_serve)
+_add("cache", help=cache.HELP)(cache.show)
+_add("cache clear", help=cache.CLEAR_HELP)(cache.clear)
 _add(help=export.GRAFT_HELP)(export.graft)
 _add(help=export.EAGLE_HELP)(export.export_eagle)
 

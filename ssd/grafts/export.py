@@ -33,6 +33,7 @@ from ssd.models.config import DecoderConfig
 from ssd.models.decoder import Decoder, outline, parameter_shapes
 from ssd.models.eagle import EagleCheckpoint, EagleConfig, authors_name, eagle_shapes
 from ssd.models.fused_experts import all_experts
+from ssd.models.repository import INDEX
 
 SHARD_BYTES: Final = 4 * 10**9
 
@@ -209,7 +210,7 @@ def _name_shards(shards: list[list[str]], folder: Path, total: int) -> None:
         file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
         (folder / f"{i}.safetensors").rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
-    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _copy_text_files(source: Path, folder: Path) -> None:

@@ -45,6 +45,7 @@ from ssd.layers.formats.rounded import rounded
 from ssd.layers.spec import ExpertsSpec, GQASpec, LayerSpec, RopeConfig
 from ssd.models.checkpoint import Checkpoint, all_weights, graft_note
 from ssd.models.config import DecoderConfig
+from ssd.models.content import Sources
 from ssd.models.decoder import parameter_shapes
 from ssd.text.tokenizer import Tokenizer
 
@@ -122,6 +123,10 @@ class GraftCheckpoint:
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         return self.base.stop_token_ids
+
+    @property
+    def sources(self) -> Sources:
+        return {}
 
     @cached_property
     def formats(self) -> FormatOf:

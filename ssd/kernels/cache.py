@@ -17,22 +17,30 @@ log = logging.getLogger("ssd")
 
 
 def directory() -> Path:
+    """`lasting`; where there is none, a new folder for this process."""
+    try:
+        return lasting()
+    except OSError as error:
+        return _for_this_process(_place(), str(error))
+
+
+def lasting() -> Path:
     """The user's cache; without a home (a container, say) a folder among temporary files.
 
-    Libraries are loaded from it, so nobody else may write to it: if it is not ours, it is a new one for this process.
+    Libraries are loaded from it, so nobody else may write to it: OSError if it is not ours, or cannot be made.
     """
+    found = _place()
+    found.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not _is_private(found, stat.S_IFDIR):
+        raise OSError(f"it must be a directory of yours that nobody else can write to (`chmod 700 {found}`)")
+    return found
+
+
+def _place() -> Path:
     try:
-        found = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ssd"
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ssd"
     except RuntimeError:
-        found = Path(tempfile.gettempdir()) / f"ssd-{os.getuid()}"
-    try:
-        found.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if _is_private(found, stat.S_IFDIR):
-            return found
-        reason = f"it must be a directory of yours that nobody else can write to (`chmod 700 {found}`)"
-    except OSError as error:
-        reason = str(error)
-    return _for_this_process(found, reason)
+        return Path(tempfile.gettempdir()) / f"ssd-{os.getuid()}"
 
 
 def compiled(stem: str, suffix: str, make: Callable[[], bytes]) -> Path:

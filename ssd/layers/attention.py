@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 
@@ -21,6 +22,8 @@ LayerKV = tuple[torch.Tensor, ...]  # one layer's KV cache: tensors [blocks, blo
 
 class Sinks:
     """A logit of each query head, which the softmax has beside those of the keys; each rank has its heads'."""
+
+    loaded: ClassVar[tuple[str, ...]] = ("logits",)
 
     def __init__(self, build: Build, name: str, num_heads: int) -> None:
         self.name, self.num_heads = name, num_heads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 
@@ -18,6 +18,8 @@ _NAMES: Final = ("{}_scale", "attn.{}_scale", "{0}_proj.{0}_scale", "{}_proj.out
 
 class LayerScales:
     """The scales of one layer's keys and values: 1 where the checkpoint has none, or the cache is not in fp8."""
+
+    loaded: ClassVar[tuple[str, ...]] = ("value",)
 
     def __init__(self, build: Build, attention: str) -> None:
         """`attention`: the layer's name in a checkpoint."""

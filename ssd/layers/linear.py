@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 
@@ -24,6 +25,8 @@ _ALL = slice(None)
 
 class Linear:
     """A weight (and bias) fused from named parts; their format prepares it once it is complete."""
+
+    loaded: ClassVar[tuple[str, ...]] = ("weight", "bias")
 
     def __init__(
         self,

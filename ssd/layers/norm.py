@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from ssd.kernels.ops import ExpertOutputs
@@ -16,6 +18,8 @@ class RMSNorm:
     `float32`: its product is rounded once, after it; else the normalised numbers are rounded before it, too. `feeds`:
     the only layer that reads what is normed, whose weight may round it in the same kernel.
     """
+
+    loaded: ClassVar[tuple[str, ...]] = ("weight",)
 
     def __init__(
         self,

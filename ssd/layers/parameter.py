@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -37,7 +37,13 @@ class Build:
         return self.kv_cache_dtype or self.dtype
 
 
-class Parameter(Protocol):
+class Loadable(Protocol):
+    """What a checkpoint's tensors are loaded to."""
+
+    loaded: ClassVar[tuple[str, ...]]  # attributes that hold what was loaded
+
+
+class Parameter(Loadable, Protocol):
     """A layer that owns tensors of a checkpoint."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -21,13 +21,14 @@ from ssd.errors import ModelNotFound, SSDError, UnsupportedModel
 from ssd.layers.formats import FormatOf, dense
 from ssd.layers.parameter import LazyTensor
 from ssd.models.config import DecoderConfig
+from ssd.models.content import Sources
 from ssd.models.decoder import check_fits
 from ssd.models.families import DTYPES, decoder_config
 from ssd.models.fields import TOKEN_ID, check_field
 from ssd.models.fused_experts import single_experts
 from ssd.models.quantization import formats_of
 from ssd.models.repository import INDEX, PICKLES, indexed_names, weight_names
-from ssd.models.streaming import StoredTensor, read_tensors, stored_tensors
+from ssd.models.streaming import StoredTensor, header_bytes, read_tensors, stored_tensors
 from ssd.text.json_file import read_json
 from ssd.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -54,6 +55,11 @@ class Checkpoint(Protocol):
     @property
     def note(self) -> str:
         """A caveat to print with every measurement of this model; "" for an ordinary one."""
+        ...
+
+    @property
+    def sources(self) -> Sources:
+        """The files that decide the weights; {} if these are computed."""
         ...
 
     def weights(self, device: torch.device, dtype: torch.dtype) -> Weights:
@@ -141,6 +147,13 @@ class HFCheckpoint:
         graft = raw.get("ssd_graft")
         note = graft_note(graft.get("base"), graft.get("shape"), graft.get("quantization")) if graft else ""
         return cls(path=path, config=config, stop_token_ids=stops, note=note, formats=formats)
+
+    @property
+    def sources(self) -> Sources:
+        described = [file for file in (self.path / "config.json", self.path / INDEX) if file.is_file()]
+        return {file: file.stat().st_size for file in described} | {
+            file: header_bytes(file) for file in weight_files(self.path)
+        }
 
     def weights(self, device: torch.device, dtype: torch.dtype) -> Weights:
         files = weight_files(self.path)

@@ -9,7 +9,7 @@ import functools
 import math
 import mmap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
@@ -158,16 +158,21 @@ class Decoder:
         """Memory of the weights, on all ranks together."""
         return sum(parameter.num_bytes() for parameter in self.parameters())
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor | LazyTensor]]) -> None:
+    def load(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor | LazyTensor]],
+        complete: Callable[[Parameter], None] = lambda _: None,
+    ) -> None:
         """Loads this rank's share of the tensors, in any order; raises for missing ones and wrong shapes.
 
-        Scales of the KV cache are optional.
+        Scales of the KV cache are optional. `complete`: called with each parameter when it has all of its tensors.
         """
         if self.recordings is not None:
             self.recordings.clear()
         wanted = {
             name: (shape, parameter) for parameter in self.parameters() for name, shape in parameter.shapes().items()
         }
+        missing = Counter(parameter for _, parameter in wanted.values())  # tensors
         optional = {
             name: layer.attention.kv_scales for layer in self.layers for name in layer.attention.kv_scales.names
         }
@@ -182,6 +187,9 @@ class Decoder:
             if (tuple(tensor.shape) or (1,)) != shape:  # one number may be stored either way
                 raise UnsupportedModel(f"{name} has shape {tuple(tensor.shape)}, the config says {shape}")
             parameter.load(name, tensor)
+            missing[parameter] -= 1
+            if not missing[parameter]:
+                complete(parameter)
         if wanted:
             raise UnsupportedModel(f"the checkpoint lacks {len(wanted)} tensors, among them {sorted(wanted)[:4]}")
 

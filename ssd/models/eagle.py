@@ -10,7 +10,7 @@ sequences, KV blocks or drafting.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -144,9 +144,13 @@ class EagleHead(Decoder):
             yield self._own
         yield from self.layer.parameters()
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor | LazyTensor]]) -> None:
+    def load(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor | LazyTensor]],
+        complete: Callable[[Parameter], None] = lambda _: None,
+    ) -> None:
         """Loads the checkpoint's tensors. An embedding that is a copy of the target's is not kept."""
-        super().load(weights)
+        super().load(weights, complete)
         shared = self._shared
         if shared is None or not self.eagle.own_embedding or self.eagle.hidden_size != self.eagle.target_hidden_size:
             return

@@ -23,6 +23,7 @@ from ssd.layers.formats.gguf import BLOCKS, Blocks
 from ssd.layers.spec import RopeConfig
 from ssd.models.checkpoint import Weights
 from ssd.models.config import DecoderConfig, equal_layers
+from ssd.models.content import Sources
 from ssd.models.decoder import check_fits, parameter_shapes
 from ssd.models.fields import (
     EPSILON,
@@ -82,7 +83,7 @@ _ROPE_FACTORS: Final = "rope_freqs.weight"
 class GGUFTensor:
     """A tensor of a file, read when it is indexed: bytes of `blocks`, or else widened to float32."""
 
-    data: npt.NDArray[np.uint8]
+    path: Path
     info: TensorInfo
     blocks: Blocks | None
     restored: Callable[[str, npt.NDArray[Any]], npt.NDArray[Any]]  # to Hugging Face's order of rows
@@ -93,7 +94,7 @@ class GGUFTensor:
 
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
         read = read_tensor if self.blocks is None else stored_rows
-        return torch.from_numpy(self.restored(self.info.name, read(self.data, self.info)))[index]
+        return torch.from_numpy(self.restored(self.info.name, read(self.path, self.info)))[index]
 
 
 @dataclass(frozen=True)
@@ -123,11 +124,14 @@ class GGUFCheckpoint:
         found = {name.removesuffix(".weight"): blocks for name, blocks in stored if name and blocks}
         return lambda name: found.get(name, DENSE)
 
+    @property
+    def sources(self) -> Sources:
+        return {self.path: min(info.offset for info in self.header.tensors.values())}
+
     def weights(self, device: torch.device, dtype: torch.dtype) -> Weights:
-        data = np.memmap(self.path, dtype=np.uint8, mode="r")
         for info in self.header.tensors.values():
             if info.name != _ROPE_FACTORS:
-                yield self._names[info.name], GGUFTensor(data, info, _blocks(info), self._unpermuted)
+                yield self._names[info.name], GGUFTensor(self.path, info, _blocks(info), self._unpermuted)
 
     @cached_property
     def _names(self) -> dict[str, str]:
@@ -260,8 +264,7 @@ def _rope(header: Header, family: str, head_dim: int, path: Path) -> RopeConfig:
         raise UnsupportedModel(f"{family}.rope.dimension_count={shown(rotated)}: ssd rotates whole heads ({head_dim})")
     theta = float(metadata.get(f"{family}.rope.freq_base", 10000.0))
     if _ROPE_FACTORS in header.tensors:
-        data = np.memmap(path, dtype=np.uint8, mode="r")
-        return llama3_rope(theta, read_tensor(data, header.tensors[_ROPE_FACTORS]))
+        return llama3_rope(theta, read_tensor(path, header.tensors[_ROPE_FACTORS]))
     kind = metadata.get(f"{family}.rope.scaling.type", "none")
     factor = float(metadata.get(f"{family}.rope.scaling.factor") or metadata.get(f"{family}.rope.scale_linear", 1.0))
     if kind == "yarn":

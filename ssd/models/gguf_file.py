@@ -74,10 +74,22 @@ class _Cursor:
 
     def _array(self, kind: int, count: int) -> list[Any]:
         if kind == self._STRING:
-            return [self.text() for _ in range(count)]
+            return self._texts(count)
         if kind == self._ARRAY:
             raise ValueError("an array of arrays")
         return list(self.take(f"{count}{self._letter(kind)}"))
+
+    def _texts(self, count: int) -> list[str]:
+        """Those of a vocabulary, of which there are hundreds of thousands: faster than `text` for each."""
+        data, place, read_length, found = self._data, self.position, struct.Struct("<Q").unpack_from, []
+        for _ in range(count):
+            (length,) = read_length(data, place)
+            begin, place = place + 8, place + 8 + length
+            if place > len(data):
+                raise ValueError(f"a text of {length} bytes goes beyond the end of the file")
+            found.append(data[begin:place].decode("utf-8", "replace"))
+        self.position = place
+        return found
 
     def _letter(self, kind: int) -> str:
         letter = self._SCALARS[kind : kind + 1].strip()
@@ -159,18 +171,21 @@ def quantisation_types() -> type[GGMLQuantizationType]:
     return kinds
 
 
-def stored_rows(data: npt.NDArray[np.uint8], info: TensorInfo) -> npt.NDArray[np.uint8]:
-    """The bytes of one tensor, row by row; a copy, since the file is read-only."""
-    return np.array(data[info.offset : info.offset + _num_bytes(info)]).reshape(*info.shape[:-1], -1)
+def stored_rows(path: Path, info: TensorInfo) -> npt.NDArray[np.uint8]:
+    """The bytes of one tensor, row by row. They are read, not mapped: pages of a map would stay in memory."""
+    found = np.fromfile(path, np.uint8, _num_bytes(info), offset=info.offset)
+    if found.size < _num_bytes(info):
+        raise SSDError(f"{path} ends inside of tensor {info.name}: download it again")
+    return found.reshape(*info.shape[:-1], -1)
 
 
-def read_tensor(data: npt.NDArray[np.uint8], info: TensorInfo) -> npt.NDArray[np.float32]:
+def read_tensor(path: Path, info: TensorInfo) -> npt.NDArray[np.float32]:
     """One tensor, dequantised."""
     kind = tensor_type(info)
     from gguf import quants
 
     try:
-        values = quants.dequantize(stored_rows(data, info), kind)
+        values = quants.dequantize(stored_rows(path, info), kind)
         return np.ascontiguousarray(values, dtype=np.float32).reshape(info.shape)
     except NotImplementedError:
         _refuse_type(info, kind.name)

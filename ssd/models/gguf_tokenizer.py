@@ -31,7 +31,7 @@ def stop_token_ids(metadata: Mapping[str, Any], path: Path) -> tuple[int, ...]:
     _check_metadata(metadata, path)
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     template = metadata.get("tokenizer.chat_template", "")
-    used = [token for token in _CHAT_ENDS if token in template]
+    used = {token for token in _CHAT_ENDS if token in template}
     tokens = metadata.get("tokenizer.ggml.tokens", []) if used else []
     ends = [index for index, token in enumerate(tokens) if token in used]
     return tuple(dict.fromkeys(token_id for token_id in (*named, *ends) if token_id is not None))
@@ -45,7 +45,7 @@ def _check_metadata(metadata: Mapping[str, Any], path: Path) -> None:
         if key.startswith("tokenizer.chat_template"):
             check_field(key, text, TEXT, str(path))
     for key, kind in (("tokens", str), ("merges", str), ("token_type", int)):
-        if not all(isinstance(item, kind) for item in metadata.get(f"tokenizer.ggml.{key}", [])):
+        if not set(map(type, metadata.get(f"tokenizer.ggml.{key}", []))) <= {kind}:
             raise UnsupportedModel(f"tokenizer.ggml.{key} in {path}: expected a list of {kind.__name__}")
 
 

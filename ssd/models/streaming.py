@@ -54,6 +54,12 @@ class _Piece(NamedTuple):
     last: bool
 
 
+def header_bytes(file: Path) -> int:
+    """Those before the data of a safetensors file."""
+    with file.open("rb") as opened:
+        return 8 + int.from_bytes(opened.read(8), "little")
+
+
 def stored_tensors(file: Path) -> list[StoredTensor] | None:
     """The tensors of a safetensors file whose header was validated, by offset; None if a dtype is of another kind."""
     with file.open("rb") as opened:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -12,11 +12,11 @@ import torch
 from ssd import kernels
 from ssd.kernels import device
 from ssd.llm import LLM
+from ssd.models.content import sampled
 from ssd.version import VERSION
 
 _MODEL_FILES: Final = (".json", ".jinja", ".model", ".safetensors", ".txt")
 _KERNEL_FILES: Final = (".c", ".cu", ".h", ".py")
-_BLOCKS, _BYTES = 32, 32 << 10  # what is read of a large file, at equal distances from its begin to its end
 
 
 def system_fingerprint(llm: LLM, *settings: object) -> str:
@@ -37,18 +37,10 @@ def system_fingerprint(llm: LLM, *settings: object) -> str:
     files = _files(llm.path.iterdir(), _MODEL_FILES) if llm.path.is_dir() else [llm.path]
     for file in [*files, *_files(Path(kernels.__file__).parent.rglob("*"), _KERNEL_FILES)]:
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-        for block in _sampled(file):
+        for block in sampled(file):
             digest.update(block)
     return f"fp_{digest.hexdigest()[:16]}"
 
 
 def _files(paths: Iterable[Path], suffixes: tuple[str, ...]) -> list[Path]:
     return sorted(file for file in paths if file.suffix in suffixes and file.is_file())
-
-
-def _sampled(path: Path) -> Iterator[bytes]:
-    last = max(0, path.stat().st_size - _BYTES)
-    with path.open("rb") as file:
-        for start in sorted({i * last // (_BLOCKS - 1) for i in range(_BLOCKS)}):
-            file.seek(start)
-            yield file.read(_BYTES)

@@ -13,9 +13,11 @@ from typing import Final, NamedTuple
 import torch
 
 from ssd.errors import UnsupportedModel
-from ssd.kernels.codes import Codes, CodeType, Factors, bits_of
+from ssd.kernels.codes import Codes, CodeType, Factors, bits_of, fused_codes
 from ssd.layers.formats import Use
 from ssd.layers.formats.coded import Coded, cut
+
+_CHUNK: Final = 1 << 21  # bytes that are unpacked at a time
 
 
 class Numbers(NamedTuple):
@@ -65,7 +67,13 @@ class Blocks(Coded):
         return rows, slice(blocks.start * self.num_stored, blocks.stop * self.num_stored)
 
     def codes(self, stored: Mapping[str, torch.Tensor]) -> Codes:
+        """On a CPU some rows at a time: what is made on the way from bytes to codes takes several times as much."""
         weight = stored["weight"]
+        if weight.device.type != "cpu":
+            return self._codes(weight)
+        return fused_codes([self._codes(rows) for rows in torch.split(weight, max(1, _CHUNK // weight.shape[1]))])
+
+    def _codes(self, weight: torch.Tensor) -> Codes:
         blocks = weight.reshape(len(weight), -1, self.num_stored)
         values, scales, offsets = self.unpack(blocks)
         numbers = [scales] if offsets is None else [scales, offsets]
