@@ -141,13 +141,13 @@ def _honour(kept: dict[str, Any], name: str, given: Any, alias: Alias) -> None:
     before = kept.get(field)
     if value is None:
         return
-    if name != field:
-        ignored.names.setdefault(field, name)
-        ignored.names |= {f"{field}.{key}": name for key in value} if isinstance(value, dict) else {}
+    if name != field and isinstance(value, dict):
+        ignored.names |= {f"{field}.{key}": name for key in value}
     if isinstance(value, dict) and isinstance(before, dict):
         kept[field] = {**value, **before}
     elif before is None:
         kept[field] = value
+        ignored.names |= {field: name} if name != field else {}
     elif before != value:
         ignored.add(name, f"{field} is given, too", name)
 
