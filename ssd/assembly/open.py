@@ -15,7 +15,7 @@ from ssd.models.download import find_or_download
 from ssd.models.eagle import EagleCheckpoint
 from ssd.models.families import is_eagle
 from ssd.models.gguf import GGUFCheckpoint
-from ssd.models.hub import is_hub_id, snapshot_in
+from ssd.models.hub import HubName, is_hub_id, local_model, snapshot_in
 from ssd.text.json_file import read_json
 
 BUNDLE: Final = Path(__file__).parents[1] / "bundle"  # the small models that come with the package
@@ -71,6 +71,16 @@ def model_path(name: str, field: str = "model") -> Path:
         f"{f'did you mean {close[0]}? Else ' if close else ''}"
         f"pass an existing path, a hub id or a bundled model ({', '.join(known) or 'none is here'})"
     )
+
+
+def is_local(model: str) -> bool:
+    """Whether `open_checkpoint` would open it without a download, or refuse it."""
+    if model.startswith(GRAFT_PREFIX):
+        return is_local(model.removeprefix(GRAFT_PREFIX).rpartition("@")[0])
+    name = HubName.of(model)
+    if name is None or model in bundled() or Path(model).expanduser().exists():
+        return True
+    return local_model(name) is not None
 
 
 def absolute_path(model: str) -> str:

@@ -14,11 +14,14 @@ from fastapi.responses import StreamingResponse
 
 from ssd.core import Delta, RequestOutput, TokenLogprobs
 from ssd.engine.validation import check_count
-from ssd.server.errors import ApiError, api_error, invalid
+from ssd.server.errors import ApiError, api_error, invalid, no_model
 from ssd.server.generation import ServerState
 from ssd.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 
-STREAMED: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {"text/event-stream": {}}}}  # beside JSON
+EVENT_STREAM: Final = "text/event-stream"
+LINES: Final = "application/x-ndjson"
+STREAMED: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {EVENT_STREAM: {}}}}  # beside JSON
+Chunks = AsyncIterator[dict[str, Any]]
 _DONE: Final = b"data: [DONE]\n\n"
 _LEAST_LOGPROB: Final = -9999.0  # JSON has no -inf
 
@@ -35,11 +38,8 @@ def check_common(request: Request, body: GenerationRequest) -> None:
 
 
 def check_model(state: ServerState, model: str | None) -> None:
-    served = state.options.served_model_name
-    if model is not None and model not in (served, *state.options.aliases):
-        raise ApiError(
-            404, f"model {model!r} is not served here: use {served!r}", param="model", code="model_not_found"
-        )
+    if model is not None and not state.options.is_called(model):
+        raise no_model(model, [state.options.served_model_name])
 
 
 def usage(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
@@ -121,27 +121,44 @@ def worth_sending(body: ChatRequest | CompletionRequest, delta: Delta) -> bool:
     return bool(delta.text or delta.finish_reason or wants_tokens)
 
 
-def event_stream(events: AsyncIterator[dict[str, Any]], *, named: bool = False) -> StreamingResponse:
-    """Server-sent events. `named`: an event's `type` is its name, and the iterator reports errors itself.
+def event_stream(chunks: Chunks) -> StreamingResponse:
+    """Server-sent events, the last of which is `[DONE]`, after an error if there is one."""
+    return _stream(_events(chunks), EVENT_STREAM)
 
-    Otherwise an error and `[DONE]` are the last events.
-    """
+
+def named_event_stream(events: Chunks) -> StreamingResponse:
+    """Server-sent events whose `type` is their name. The iterator reports errors itself."""
+    return _stream(_encoded(events, _named_event), EVENT_STREAM)
+
+
+def line_stream(lines: Chunks) -> StreamingResponse:
+    """A line of JSON each. The iterator reports errors itself."""
+    return _stream(_encoded(lines, _line), LINES)
+
+
+def _stream(encoded: AsyncIterator[bytes], kind: str) -> StreamingResponse:
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not collect events
-    encoded = _named_events(events) if named else _events(events)
-    return StreamingResponse(encoded, media_type="text/event-stream", headers=headers)
+    return StreamingResponse(encoded, media_type=kind, headers=headers)
+
+
+def is_stream(content_type: str) -> bool:
+    """Whether an answer of this type is sent in parts, and can end with an error."""
+    return content_type.startswith((EVENT_STREAM, LINES))
 
 
 def last_events(path: str, error: ApiError, request_id: str, number: int) -> bytes:
     """Ends a stream of this path that has begun and cannot go on, after `number` events."""
     if path.startswith("/v1/messages"):
         return _named_event(error.messages_body(request_id))
+    if path.startswith("/api/"):
+        return _line(error.body_for(path, request_id))
     if path == "/v1/responses":
         fields = {"code": error.code, "message": error.message, "param": None, "sequence_number": number}
         return _named_event({"type": "error", **fields})
     return _event(error.body()) + _DONE
 
 
-async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+async def _events(chunks: Chunks) -> AsyncIterator[bytes]:
     async with aclosing(chunks):  # type: ignore[type-var]
         try:
             async for chunk in chunks:
@@ -151,10 +168,10 @@ async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]
     yield _DONE
 
 
-async def _named_events(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
-    async with aclosing(events):  # type: ignore[type-var]
-        async for event in events:
-            yield _named_event(event)
+async def _encoded(chunks: Chunks, encode: Callable[[dict[str, Any]], bytes]) -> AsyncIterator[bytes]:
+    async with aclosing(chunks):  # type: ignore[type-var]
+        async for chunk in chunks:
+            yield encode(chunk)
 
 
 def _named_event(event: dict[str, Any]) -> bytes:
@@ -162,4 +179,8 @@ def _named_event(event: dict[str, Any]) -> bytes:
 
 
 def _event(data: dict[str, Any]) -> bytes:
-    return b"data: %s\n\n" % json.dumps(data, separators=(",", ":")).encode("ascii")
+    return b"data: %s\n" % _line(data)
+
+
+def _line(data: dict[str, Any]) -> bytes:
+    return json.dumps(data, separators=(",", ":")).encode("ascii") + b"\n"

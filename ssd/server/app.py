@@ -16,6 +16,8 @@ from ssd.server.fingerprint import system_fingerprint
 from ssd.server.generation import ServerState
 from ssd.server.http import middleware
 from ssd.server.metrics import HttpRequests, Metrics
+from ssd.server.ollama import chat as ollama_chat
+from ssd.server.ollama import models as ollama_models
 from ssd.server.openai import chat, completions, embeddings, responses
 from ssd.server.options import ServerOptions
 from ssd.server.playground import endpoints as playground
@@ -25,7 +27,10 @@ from ssd.version import VERSION
 
 loading = logging.getLogger("ssd.loading")
 
-ENDPOINTS: Final = (info, metrics, api_docs, chat, completions, embeddings, responses, messages)
+ENDPOINTS: Final = (
+    *(info, metrics, api_docs, chat, completions, embeddings, responses, messages),
+    *(ollama_chat, ollama_models),
+)
 PATHS: Final = frozenset(  # of all routes; templates where they have parameters
     {route.path for module in ENDPOINTS for route in module.router.routes if isinstance(route, Route)}
     | {"/openapi.json", *playground.PAGE, "/playground/chat", "/playground/state"}

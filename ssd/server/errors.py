@@ -1,4 +1,5 @@
-"""Errors of the HTTP interface, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}, or Anthropic's."""
+"""Errors of the HTTP interface, in the shape of OpenAI's API ({"error": {"message", "type", "param", "code"}}),
+Anthropic's or Ollama's."""
 
 from __future__ import annotations
 
@@ -147,14 +148,23 @@ class ApiError(Exception):
 
     def response(self, scope: Scope) -> AsciiJSON:
         """In the shape that the client of this path expects."""
-        messages = scope["path"].startswith("/v1/messages")
-        body = self.messages_body(scope["state"]["request_id"]) if messages else self.body()
-        return AsciiJSON(body, self.status, self.headers)
+        return AsciiJSON(self.body_for(scope["path"], scope["state"]["request_id"]), self.status, self.headers)
+
+    def body_for(self, path: str, request_id: str) -> dict[str, Any]:
+        """In the shape of the API that this path belongs to."""
+        if path.startswith("/v1/messages"):
+            return self.messages_body(request_id)
+        return {"error": self.message} if path.startswith("/api/") else self.body()
 
 
 def invalid(path: str, why: str) -> ApiError:
     """`path`: that of a value in the request."""
     return ApiError(400, f"{path}: {why}", param=path)
+
+
+def no_model(name: str, served: Sequence[str]) -> ApiError:
+    message = f"model {name!r} is not served here: use {' or '.join(map(repr, served))}"
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 def unsupported(path: str, why: str) -> ApiError:

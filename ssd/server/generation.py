@@ -24,6 +24,7 @@ from ssd.server.errors import GONE, ApiError
 from ssd.server.http.bodies import on_thread
 from ssd.server.ignored import IgnoredFields
 from ssd.server.metrics import HttpRequests, Metrics
+from ssd.server.models.served import Served
 from ssd.server.options import ServerOptions
 from ssd.server.tracing import Tracer
 
@@ -52,6 +53,10 @@ class ServerState:
     def ignored(self) -> IgnoredFields:
         """The ignored fields of all requests."""
         return self.metrics.ignored
+
+    @property
+    def served(self) -> list[Served]:
+        return [Served(self.options, str(self.llm.config.model), self.llm)]
 
     @property
     def lost(self) -> str | None:

@@ -17,6 +17,7 @@ SAMPLING: Final = (  # what a server may have defaults of
     *("temperature", "top_p", "top_k", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
+TAG: Final = ":latest"  # that Ollama's clients add to names
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,10 @@ class ServerOptions:
             object.__setattr__(self, "chat_template", str(Path(self.chat_template).expanduser().absolute()))
             self.read_chat_template()
         self._check_sampling()
+
+    def is_called(self, name: str) -> bool:
+        """Whether a request that names this model means the one that is served."""
+        return not {name, name.removesuffix(TAG)}.isdisjoint((self.served_model_name, *self.aliases))
 
     def read_chat_template(self) -> str | None:
         """The template of the file; ConfigError if it cannot render a chat."""

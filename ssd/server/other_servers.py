@@ -110,12 +110,13 @@ _SAMPLERS: Final[Table] = {  # they change the distribution of the text, but for
 }
 _SETTINGS: Final[Table] = {  # of other servers: of their caches, devices, models and logs
     **_all(
-        "keep_alive ttl id_slot slot_id n_cache_reuse n_keep num_keep n_discard t_max_predict_ms n_indent num_ctx "
+        "ttl id_slot slot_id n_cache_reuse n_keep num_keep n_discard t_max_predict_ms n_indent num_ctx "
         "num_batch num_gpu num_thread main_gpu low_vram numa use_mmap use_mlock f16_kv draft_model cache_salt "
         "request_id kv_transfer_params guided_decoding_backend guided_whitespace_pattern mm_processor_kwargs "
         "return_hidden_states custom_params context_overflow_policy",
         Foreign(),
     ),
+    "keep_alive": Foreign(None),  # a server of several models has read it
     "cache_prompt": Foreign((True,), "prompts are always looked up in the prefix cache"),
 }
 _ANSWERS: Final[Table] = {  # what an answer has beside its text

@@ -83,12 +83,43 @@ MESSAGES: Final[Table] = {
     "user_profile_id": HINT,
     "workspace_id": HINT,
 }
+_OLLAMA: Final[Table] = {
+    "images": Published(remedy="images are not understood"),
+    "logprobs": only(False, ignored="the answer is without them"),
+    "top_logprobs": only(0, ignored="the answer is without them"),
+    "truncate": only(False, ignored="a prompt that is too long is refused"),
+    "shift": only(False, ignored="a text ends at the end of the context"),
+}
+OLLAMA_CHAT: Final[Table] = _OLLAMA
+OLLAMA_GENERATE: Final[Table] = {
+    **_OLLAMA,
+    "context": Published(remedy="send the conversation to /api/chat"),
+    "suffix": REFUSED,
+    "template": Published(remedy="send raw=true and the whole prompt"),
+    **dict.fromkeys(("width", "height", "steps"), REFUSED),
+}
+OLLAMA_EMBED: Final[Table] = {
+    "dimensions": REFUSED,
+    "truncate": only(False, ignored="an input that is too long is refused"),
+}
+OLLAMA_SHOW: Final[Table] = {"verbose": HINT}
 
 # of inner objects
 _UNTOLD: Final = "the model is not told of it"
 _CALLERS: Final[Table] = {
     "allowed_callers": only(["direct"]),
     "defer_loading": only(False, ignored="the model is told of the tool at once"),
+}
+_OTHERWISE: Final = "the text is sampled without it"
+OLLAMA_OPTIONS: Final[Table] = {
+    **dict.fromkeys(("num_batch", "num_ctx", "num_gpu", "num_keep", "num_thread", "main_gpu"), HINT),
+    **dict.fromkeys(("embedding_only", "f16_kv", "logits_all", "low_vram", "numa"), HINT),
+    **dict.fromkeys(("use_mlock", "use_mmap", "vocab_only"), HINT),
+    "mirostat": only(0, ignored=_OTHERWISE),
+    **dict.fromkeys(("mirostat_eta", "mirostat_tau"), HINT),
+    "penalize_newline": only(True, ignored="the penalties count new lines, too"),
+    "repeat_last_n": only(-1, ignored="repeat_penalty counts the whole prompt and text"),
+    **dict.fromkeys(("tfs_z", "typical_p"), only(1, ignored=_OTHERWISE)),
 }
 STREAM_OPTIONS: Final[Table] = {"include_obfuscation": HINT}
 TEXT: Final[Table] = {"verbosity": only("medium")}

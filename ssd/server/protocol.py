@@ -263,7 +263,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        return _listed("" if self.prompt is None else self.prompt)
+        return listed("" if self.prompt is None else self.prompt)
 
 
 class EmbeddingRequest(PublishedRequest):
@@ -274,12 +274,8 @@ class EmbeddingRequest(PublishedRequest):
     pooling: Literal["mean", "last"] | None = None
     user: str | None = None  # for the access log
 
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        return _listed(self.input)
 
-
-def _listed(prompts: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
+def listed(prompts: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
     """One or several prompts as a list."""
     if isinstance(prompts, str) or isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]

@@ -18,6 +18,7 @@ from live_server import MODEL, Served
 from ssd.server import parameters
 from ssd.server.anthropic.messages import CountTokensRequest, MessagesRequest
 from ssd.server.fields import EMPTY, Alias, Foreign, Published, Table
+from ssd.server.ollama.protocol import EmbedRequest, GenerateRequest, OllamaChatRequest, Options
 from ssd.server.openai.responses import ResponsesRequest
 from ssd.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, PublishedRequest
 
@@ -30,6 +31,9 @@ DOORS: dict[str, tuple[type[PublishedRequest], dict[str, Any]]] = {
     "/v1/messages": (MessagesRequest, {"messages": CHAT, "max_tokens": 1}),
     "/v1/messages/count_tokens": (CountTokensRequest, {"messages": CHAT}),
     "/v1/embeddings": (EmbeddingRequest, {"input": "Hello"}),
+    "/api/chat": (OllamaChatRequest, {"messages": CHAT, "options": {"num_predict": 1}, "stream": False}),
+    "/api/generate": (GenerateRequest, {"prompt": "Hello", "options": {"num_predict": 1}, "stream": False}),
+    "/api/embed": (EmbedRequest, {"input": "Hello"}),
 }
 PUBLISHED = {  # parameters of the APIs' own clients: the types that list them
     "/v1/chat/completions": [("openai.types.chat.completion_create_params", "CompletionCreateParamsBase")],
@@ -41,13 +45,17 @@ PUBLISHED = {  # parameters of the APIs' own clients: the types that list them
     ],
     "/v1/messages/count_tokens": [("anthropic.types.message_count_tokens_params", "MessageCountTokensParams")],
     "/v1/embeddings": [("openai.types.embedding_create_params", "EmbeddingCreateParams")],
+    "/api/chat": [("ollama._types", "ChatRequest")],
+    "/api/generate": [("ollama._types", "GenerateRequest")],
+    "/api/embed": [("ollama._types", "EmbedRequest")],
 }
 
 
 def published(path: str) -> set[str]:
     types = [getattr(pytest.importorskip(module), name) for module, name in PUBLISHED[path]]
     header = {"betas"} if path == "/v1/messages" else set()
-    return {parameter for each in types for parameter in each.__annotations__} - header
+    names = (getattr(each, "model_fields", each.__annotations__) for each in types)  # those of base classes, too
+    return {parameter for each in names for parameter in each} - header
 
 
 def published_of(model: type[PublishedRequest]) -> dict[str, Published]:
@@ -56,7 +64,8 @@ def published_of(model: type[PublishedRequest]) -> dict[str, Published]:
 
 def post(served: Served, path: str, **fields: Any) -> tuple[int, dict[str, Any]]:
     answer = httpx.post(served.url + path, json={"model": MODEL, **DOORS[path][1], **fields}, timeout=60)
-    return answer.status_code, answer.json().get("error") or {}
+    error = answer.json().get("error") or {}
+    return answer.status_code, {"message": error} if isinstance(error, str) else error
 
 
 @pytest.mark.parametrize("path", DOORS)
@@ -152,6 +161,11 @@ def test_hints_and_defaults_are_accepted_and_others_are_not_supported(
     status, error = post(strict, path, nonsense=1)
     assert status == 400
     assert "nonsense: is not a known parameter" in error["message"]
+
+
+def test_every_option_of_ollama_is_known() -> None:
+    options = pytest.importorskip("ollama._types").Options.model_fields
+    assert not options.keys() - Options.model_fields.keys() - parameters.OLLAMA_OPTIONS.keys()
 
 
 def test_not_known_and_not_supported_have_codes(strict: Served) -> None:

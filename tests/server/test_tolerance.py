@@ -84,7 +84,6 @@ IGNORED: list[tuple[str, Any, str]] = [  # with what the warning says
     ("samplers", ["top_k"], SAMPLED),
     ("repeat_last_n", 64, "counts the whole prompt and text"),
     ("timings_per_token", True, "without it"),
-    ("keep_alive", "5m", "changes nothing here"),  # Ollama
     ("options", {"num_ctx": 8192}, "num_ctx: ignored: it changes nothing here"),
     ("ttl", 300, "changes nothing here"),  # LM Studio
     ("draft_model", "x", "changes nothing here"),
@@ -341,8 +340,8 @@ def test_the_metric_has_known_names_only(fresh: Served) -> None:
         post(fresh, CHAT, mirostat=2, store=True, **{f"nonsense_{i}": 1})
     post(fresh, MESSAGES, messages=[{**ASK[0], "mirostat": 1}])
     large = "x" * 200_000  # read on another thread
-    post(fresh, COMPLETIONS, prompt=large, keep_alive=1)
-    assert counts(fresh) == {"mirostat": 3, "store": 3, "other": 4, "keep_alive": 1}
+    post(fresh, COMPLETIONS, prompt=large, ttl=1)
+    assert counts(fresh) == {"mirostat": 3, "store": 3, "other": 4, "ttl": 1}
 
 
 def test_a_kind_is_logged_once(fresh: Served, caplog: pytest.LogCaptureFixture) -> None:

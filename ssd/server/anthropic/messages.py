@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from ssd.server import parameters
-from ssd.server.answers import STREAMED
+from ssd.server.answers import STREAMED, named_event_stream
 from ssd.server.anthropic.message_events import AnthropicMessageWriter
 from ssd.server.effort import effort_options
 from ssd.server.errors import MESSAGES_ERROR_RESPONSES, invalid, renaming, unsupported
@@ -57,7 +57,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
         generation, form = await start_chat(state, await on_thread(request.state.large, _chat, body), request)
     model, num_prompt_tokens = state.options.served_model_name, len(generation.prompt_token_ids)
     writer = AnthropicMessageWriter(model, request.state.request_id, num_prompt_tokens, state.llm.tokenizer)
-    return await respond(generation, form, writer, stream=body.stream)
+    return await respond(generation, form, writer, named_event_stream if body.stream else None)
 
 
 @router.post("/v1/messages/count_tokens", responses=MESSAGES_ERROR_RESPONSES)

@@ -104,8 +104,15 @@ class JsonRoute(APIRoute):
 
 
 class _JsonRequest(Request):
+    """A body is JSON whatever its type says, as clients of Ollama need it; but not that of a page of another origin,
+    which a browser sends without asking this server only if it claims to be something else."""
+
     def __init__(self, request: Request, model: type[BaseModel] | None) -> None:
-        super().__init__(request.scope, request.receive)
+        scope = request.scope
+        if "origin" not in request.headers:
+            others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+            scope = {**scope, "headers": [*others, (b"content-type", b"application/json")]}
+        super().__init__(scope, request.receive)
         self._model = model
 
     async def json(self) -> Any:

@@ -45,6 +45,7 @@ class RequestIdMiddleware:
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
         begin, status = time.perf_counter(), 0
+        scope["state"].setdefault("arrived", begin)
 
         async def tagged(message: Message) -> None:
             nonlocal status

@@ -21,8 +21,9 @@ from fastapi import FastAPI
 from ssd.errors import ConfigError, NotEnoughMemory, one_line
 from ssd.llm import LLM
 from ssd.server.app import create_app
-from ssd.server.errors import ApiError
+from ssd.server.errors import ApiError, no_model
 from ssd.server.models.options import CatalogOptions, ServedModel
+from ssd.server.options import TAG
 
 log = logging.getLogger("ssd")
 
@@ -44,11 +45,17 @@ class Slot:
     users: int = 0  # requests that are served
     since: float = 0.0  # when its state changed
     last_used: float = 0.0
+    keep_alive: float = -1.0  # of the last request: seconds for which it stays loaded after its last use; below 0: ever
     loads: int = 0
     loading: asyncio.Task[None] | None = field(default=None, repr=False)
 
     def become(self, state: State) -> None:
         self.state, self.since = state, time.monotonic()
+
+    @property
+    def expires(self) -> bool:
+        """Whether it is unloaded some time after its last use."""
+        return self.keep_alive >= 0 and not self.model.pinned
 
     @property
     def ready(self) -> bool:
@@ -86,16 +93,17 @@ class Catalog:
         """The slot of a name or alias."""
         if name is None:
             return next(iter(self.slots.values()))
-        if (slot := self._names.get(name)) is None:
-            names = ", ".join(self.slots)
-            raise ApiError(
-                404, f"model {name!r} is not served here: use one of {names}", param="model", code="model_not_found"
-            )
+        slot = self._names.get(name) or self._names.get(name.removesuffix(TAG))
+        if slot is None:
+            raise no_model(name, [*self.slots])
         return slot
 
     @asynccontextmanager
-    async def using(self, slot: Slot) -> AsyncIterator[FastAPI]:
-        """The application of a model, which stays loaded meanwhile. Waits for its load; one that fails is an error."""
+    async def using(self, slot: Slot, keep_alive: float | None = None) -> AsyncIterator[FastAPI]:
+        """The application of a model, which stays loaded meanwhile. Waits for its load; one that fails is an error.
+
+        `keep_alive`: of this request, in place of the model's.
+        """
         slot.waiting += 1
         try:
             while not slot.ready:
@@ -107,6 +115,7 @@ class Catalog:
             self._idle.set()  # it may be gone
         assert slot.loaded is not None
         slot.users += 1
+        slot.keep_alive = slot.model.keep_alive if keep_alive is None else keep_alive
         try:
             yield slot.loaded[1]
         finally:
@@ -195,8 +204,8 @@ class Catalog:
             slot.become("unloaded")
 
     def _expire_later(self, slot: Slot) -> None:
-        if slot.model.keep_alive >= 0 and not slot.model.pinned:
-            asyncio.get_running_loop().call_later(slot.model.keep_alive, self._expire, slot, slot.last_used)
+        if slot.expires:
+            asyncio.get_running_loop().call_later(slot.keep_alive, self._expire, slot, slot.last_used)
 
     def _expire(self, slot: Slot, last_used: float) -> None:
         if slot.ready and not slot.users and slot.last_used == last_used:

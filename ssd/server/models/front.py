@@ -24,9 +24,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ssd.server import api_docs, errors, info
 from ssd.server.admission import RETRY_AFTER, Admission
-from ssd.server.answers import last_events
+from ssd.server.answers import EVENT_STREAM, last_events
 from ssd.server.app import ENDPOINTS, PATHS
-from ssd.server.errors import ApiError
+from ssd.server.errors import ApiError, AsciiJSON
 from ssd.server.generation import ServerState
 from ssd.server.http import middleware
 from ssd.server.http.bodies import JsonRoute, on_thread, read_json
@@ -34,6 +34,10 @@ from ssd.server.http.forwarding import scope_of
 from ssd.server.ignored import IgnoredFields
 from ssd.server.metrics import HttpRequests, exposition
 from ssd.server.models.catalog import Catalog, Slot
+from ssd.server.models.served import Served
+from ssd.server.ollama import models as ollama_models
+from ssd.server.ollama.protocol import seconds, unloads
+from ssd.server.ollama.writer import done
 from ssd.server.options import ServerOptions
 from ssd.server.playground import endpoints as playground
 from ssd.server.protocol import Strict
@@ -41,7 +45,7 @@ from ssd.version import VERSION
 
 _PATHS: Final = PATHS | {"/models", "/models/load", "/models/unload"}
 _COMMENTS: Final = 2.0  # seconds between two comments in a stream whose model is loaded
-_STREAM_HEADERS: Final = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+_STREAM_HEADERS: Final = [(b"content-type", f"{EVENT_STREAM}; charset=utf-8".encode()), (b"cache-control", b"no-cache")]
 # of the playground's state, while its model is not loaded
 _NOTHING: Final = dict.fromkeys(
     ("running", "waiting", "kv_usage", "output_tokens", "drafted", "accepted", "look_ups", "hits"), 0
@@ -60,10 +64,20 @@ class FrontState:
     started: int = field(default_factory=lambda: int(time.time()))
     lost: str | None = None  # a model that is lost is loaded again
 
+    @property
+    def served(self) -> list[Served]:
+        return [_served(slot) for slot in self.catalog.slots.values()]
+
     @classmethod
     def of(cls, request: Request) -> FrontState:
         state: FrontState = request.app.state.server
         return state
+
+
+def _served(slot: Slot) -> Served:
+    model, llm = slot.model, slot.loaded[0] if slot.loaded is not None and slot.ready else None
+    left = slot.keep_alive - (0 if slot.users else time.monotonic() - slot.last_used)
+    return Served(model.options, str(model.config.model), llm, time.time() + left if slot.expires else None)
 
 
 def create_front(catalog: Catalog, options: ServerOptions) -> FastAPI:
@@ -73,6 +87,7 @@ def create_front(catalog: Catalog, options: ServerOptions) -> FastAPI:
     app.state.server = FrontState(options, admission, catalog, HttpRequests(_PATHS, ""))
     errors.install(app)
     app.include_router(router)
+    app.include_router(ollama_models.router)
     app.openapi = lambda: _schema()  # type: ignore[method-assign]
     app.add_api_route("/openapi.json", lambda: app.openapi())
     app.include_router(api_docs.router)
@@ -228,15 +243,22 @@ class _Forward:
             messages = [message async for message in _messages(receive)]
             body = await _fields(scope, b"".join(message.get("body", b"") for message in messages))
             slot = self._state.catalog.find(_name(body.get("model") or QueryParams(scope["query_string"]).get("model")))
+            if unloads(scope["path"], body):
+                await self._state.catalog.unload(slot)
+                ended = done(slot.model.name, "unload", in_message=scope["path"] == "/api/chat")
+                await AsciiJSON(ended)(scope, receive, send)
+                return
+            keep_alive = seconds(body.get("keep_alive"))
             whole = iter(messages)
 
             async def replay() -> Message:
                 return next(whole, None) or await receive()
 
             answer = _Answer(scope, send)
-            task = asyncio.create_task(self._answer(slot, scope, replay, answer))
+            task = asyncio.create_task(self._answer(slot, keep_alive, scope, replay, answer))
             try:
-                await self._wait(slot, task, answer, streamed=body.get("stream") is True)
+                commented = body.get("stream") is True and not scope["path"].startswith("/api/")
+                await self._wait(slot, task, answer, commented=commented)
                 await task
             except Exception as error:
                 if not answer.begun:
@@ -247,16 +269,19 @@ class _Forward:
         finally:
             permit.release()
 
-    async def _answer(self, slot: Slot, scope: Scope, receive: Receive, answer: _Answer) -> None:
-        own: dict[str, Any] = {}
-        async with self._state.catalog.using(slot) as app:
+    async def _answer(
+        self, slot: Slot, keep_alive: float | None, scope: Scope, receive: Receive, answer: _Answer
+    ) -> None:
+        own: dict[str, Any] = {"arrived": scope["state"]["arrived"]}
+        async with self._state.catalog.using(slot, keep_alive) as app:
             answer.loading = False
             scope["state"]["forwarded"] = True
             await app({**scope_of(scope), "state": own}, receive, answer.add)
         scope["state"]["user"] = own.get("user")  # for the access log
 
-    async def _wait(self, slot: Slot, task: asyncio.Task[None], answer: _Answer, *, streamed: bool) -> None:
-        """Waits until a model is loaded. A stream gets comments meanwhile; what takes too long ends with an error."""
+    async def _wait(self, slot: Slot, task: asyncio.Task[None], answer: _Answer, *, commented: bool) -> None:
+        """Waits until a model is loaded. A stream of events gets comments meanwhile; what takes too long ends with an
+        error."""
         began = time.monotonic()
         while not task.done() and answer.loading:
             await asyncio.wait((task,), timeout=_COMMENTS)
@@ -267,7 +292,7 @@ class _Forward:
                 raise ApiError(
                     503, f"model {slot.model.name!r} is still {slot.state}", code="model_loading", headers=RETRY_AFTER
                 )
-            if streamed:
+            if commented:
                 await answer.comment(f"model {slot.model.name} is {slot.state}, {seconds:.0f} s")
 
 
@@ -294,7 +319,7 @@ class _Answer:
         if not self.begun:
             await self._send(message)
         elif message["type"] == "http.response.start":
-            stream = Headers(raw=message["headers"]).get("content-type", "").startswith("text/event-stream")
+            stream = Headers(raw=message["headers"]).get("content-type", "").startswith(EVENT_STREAM)
             self._error = None if stream else []
         elif self._error is None:
             await self._send(message)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
@@ -93,11 +93,14 @@ class MessageWriter(Protocol):
 
 
 async def respond(
-    generation: Generation, form: MessageFormat, writer: MessageWriter, *, stream: bool | None
+    generation: Generation,
+    form: MessageFormat,
+    writer: MessageWriter,
+    stream: Callable[[AsyncIterator[dict[str, Any]]], Response] | None,
 ) -> Response:
-    """The answer to a chat with one sample, in the shape of another API."""
-    if stream:
-        return event_stream(_written(generation, form, writer), named=True)
+    """The answer to a chat with one sample, in the shape of another API. `stream`: how its events are sent."""
+    if stream is not None:
+        return stream(_written(generation, form, writer))
     output = await generation.finish()
     for event in parse(output.text, form, cut=output.finish_reason != "stop"):
         writer.add(event)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import base64
-from typing import Any
+from collections.abc import Sequence as Seq
+from typing import Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from ssd.core import SamplingParams
-from ssd.llm import embedding_of
+from ssd.llm import Prompt, embedding_of
 from ssd.server.answers import check_model
 from ssd.server.errors import AsciiJSON, renaming
 from ssd.server.generation import ServerState, start
 from ssd.server.http.bodies import JsonRoute
 from ssd.server.ignored import current
-from ssd.server.protocol import EmbeddingRequest
+from ssd.server.protocol import EmbeddingRequest, listed
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -26,25 +27,32 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     state = ServerState.of(request)
     request.state.user = body.user
     check_model(state, body.model)
-    params = SamplingParams(max_new_tokens=1, pooling=body.pooling or "mean")
-    with renaming({"prompt": "input"}):
-        generations = await start(state, body.prompts, params, request=request, stream=False)
-    try:
-        outputs = [await generation.finish() for generation in generations]
-    finally:
-        for generation in generations:
-            generation.abort()
-    vectors = [_encoded(embedding_of(output), body.encoding_format) for output in outputs]
-    count = sum(len(output.prompt_token_ids) for output in outputs)
+    vectors, count = await embedded(state, listed(body.input), body.pooling or "mean", request)
+    encoded = [_encoded(vector, body.encoding_format) for vector in vectors]
     return AsciiJSON(
         {
             "object": "list",
-            "data": [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)],
+            "data": [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(encoded)],
             "model": state.options.served_model_name,
             "usage": {"prompt_tokens": count, "total_tokens": count},
             **current().answer,
         }
     )
+
+
+async def embedded(
+    state: ServerState, prompts: Seq[Prompt], pooling: Literal["mean", "last"], request: Request
+) -> tuple[list[list[float]], int]:
+    """The embeddings of all prompts, and the number of their tokens."""
+    params = SamplingParams(max_new_tokens=1, pooling=pooling)
+    with renaming({"prompt": "input"}):
+        generations = await start(state, prompts, params, request=request, stream=False)
+    try:
+        outputs = [await generation.finish() for generation in generations]
+    finally:
+        for generation in generations:
+            generation.abort()
+    return [embedding_of(output) for output in outputs], sum(len(output.prompt_token_ids) for output in outputs)
 
 
 def _encoded(vector: list[float], encoding_format: str | None) -> Any:

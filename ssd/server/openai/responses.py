@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from ssd.server import parameters
-from ssd.server.answers import STREAMED
+from ssd.server.answers import STREAMED, named_event_stream
 from ssd.server.effort import effort_options
 from ssd.server.errors import invalid, renaming, unsupported
 from ssd.server.fields import known_fields
@@ -66,7 +66,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     with renaming(tools.paths), renaming(_FIELD_NAMES):
         generation, form = await start_chat(state, await on_thread(request.state.large, _chat, body, tools), request)
     writer = ResponseWriter(_fields(body, state), state.llm.tokenizer, tools.names)
-    return await respond(generation, form, writer, stream=body.stream)
+    return await respond(generation, form, writer, named_event_stream if body.stream else None)
 
 
 def _fields(body: ResponsesRequest, state: ServerState) -> Json:

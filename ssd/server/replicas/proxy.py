@@ -25,7 +25,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ssd.server import errors
 from ssd.server.admission import RETRY_AFTER, Admission
-from ssd.server.answers import last_events
+from ssd.server.answers import is_stream, last_events
 from ssd.server.app import PATHS
 from ssd.server.errors import ApiError
 from ssd.server.generation import NO_RETRY, TIMED_OUT
@@ -222,7 +222,7 @@ class _Answer:
 
     async def fail(self, error: ApiError) -> None:
         """The last event of a stream. What is not a stream comes as a whole."""
-        if not Headers(raw=self._start["headers"]).get("content-type", "").startswith("text/event-stream"):
+        if not is_stream(Headers(raw=self._start["headers"]).get("content-type", "")):
             raise error
         body = last_events(self._scope["path"], error, self._scope["state"]["request_id"], self._num_events)
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
