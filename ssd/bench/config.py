@@ -17,6 +17,7 @@ from ssd.prompts import OWN_SETS, load_prompts, own_set
 PEERS: Final = ("hf", "vllm", "sglang", "llamacpp")
 SHAREGPT: Final = "sharegpt"
 _SIGMA: Final = 1.0  # standard deviation of the logarithm of a length, about that of ShareGPT's conversations
+_RATE: Final = r"(0(\.\d+)?|1(\.0+)?)"
 _WORDS_OF: Final = "alpaca"  # the own prompt set whose words make up random prompts
 
 
@@ -50,6 +51,13 @@ class BenchConfig:
     batch: int = option(1, "Requests at the same time.", least=1)
     temperature: float = 0.0
     seed: int = 0
+    accept: str | None = option(
+        None,
+        "Draw how many draft tokens are accepted: 5.5 for the mean number of tokens of a round, or rates by position "
+        "such as 0.9,0.8,0.7. For drafts with random weights: the text is not the model's.",
+        pattern=rf"\d+(\.\d+)?|{_RATE}(,{_RATE})+",
+        expects="a number above 1, or rates from 0 to 1 separated by commas",
+    )
     repeats: int = option(2, "Turns of every method on every prompt.", least=1)
     max_rounds: int | None = option(None, "Stop every set after this number of rounds.", least=1)
     engine: dict[str, Any] = field(default_factory=dict)  # other options of the engine: device, dtype, eager, …
@@ -59,6 +67,8 @@ class BenchConfig:
         validate(self)
         if not self.sets:
             raise ConfigError("sets: name at least one set of prompts")
+        if self.accept is not None and self.speculation.get("acceptance", "coupled") != "coupled":
+            raise ConfigError("accept: only with --acceptance coupled")
         for peer in self.peers:
             name, _, k = peer.partition(":")
             if not is_url(peer) and (name not in PEERS or (k and not k.isdecimal())):
@@ -67,6 +77,11 @@ class BenchConfig:
                 )
             if name in PEERS and k and self.draft is None:
                 raise ConfigError(f"peer {peer!r} is to draft, and there is no draft: name one with --draft")
+
+    @property
+    def accepted(self) -> tuple[float, ...] | None:
+        """`accept` as numbers."""
+        return None if self.accept is None else tuple(map(float, self.accept.split(",")))
 
 
 def is_url(peer: str) -> bool:

@@ -28,8 +28,10 @@ from ssd.engine.engine import Engine
 from ssd.engine.metrics import EngineMetrics
 from ssd.engine.submission import Submission
 from ssd.errors import ConfigError
+from ssd.execution.target import Target
 from ssd.llm import LLM, check_served, measure_modes
 from ssd.options import options_of
+from ssd.sampling.pinned import rates_of
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class OurContender:
     threads: int  # of the target, at most; on a CPU
     draft_processes: int = 0
     note: str = ""
+    rates: list[float] | None = None  # of acceptance by position, which is drawn; None: the models decide
     metrics: EngineMetrics = field(default_factory=EngineMetrics)  # of the last answers
 
     @property
@@ -105,6 +108,10 @@ class OurContender:
     def take_over(self, engine: Engine, batch: int) -> None:
         """Installs this contender's drafter and resets all counters."""
         engine.use(self.drafter, batch)
+        if self.rates is not None:
+            target = engine.round.target
+            assert isinstance(target, Target)
+            target.pin(self.rates)
         torch.set_num_threads(self.threads)  # of the engine's thread
 
     def close(self) -> None:
@@ -136,9 +143,12 @@ def _answer(output: RequestOutput, began: float) -> Answer:
     return Answer(began, metrics.prompt_tokens, output.text, deliveries, list(output.token_ids))
 
 
-def our_contenders(model: str, methods: Seq[Method], *, batch: int, **options: Any) -> list[OurContender]:
+def our_contenders(
+    model: str, methods: Seq[Method], *, batch: int, accept: tuple[float, ...] | None = None, **options: Any
+) -> list[OurContender]:
     """Contenders of all methods, on one engine, plus one engine for every method with a draft in a worker.
 
+    `accept`: acceptance that is drawn, as `rates_of` takes it.
     On a CPU they all have `torch.get_num_threads()` cores: a draft in a process of its own has one of them.
     """
     apart = [method for method in methods if _in_process(method, str(options.get("device", "auto")))]
@@ -154,7 +164,18 @@ def our_contenders(model: str, methods: Seq[Method], *, batch: int, **options: A
         drafter = llm.engine.round.drafter
         cores = drafter.cores if method.speculation["mode"] == "ssd" else 0  # "auto" has all of them in rounds of SD
         found[method.name] = OurContender(method.name, llm, drafter, _threads(llm, cores), cores)
+    if accept is not None:
+        for method in methods:
+            found[method.name].rates = _rates(method, accept)
     return [found[method.name] for method in methods]
+
+
+def _rates(method: Method, accept: tuple[float, ...]) -> list[float]:
+    lookahead = SpeculationConfig.of(method.speculation).lookahead
+    try:
+        return rates_of(accept, lookahead) if lookahead else []
+    except ValueError as error:
+        raise ConfigError(f"accept={accept[0]:g}, {method.name}: {error}") from error
 
 
 def _threads(llm: LLM, draft_processes: int = 0) -> int:

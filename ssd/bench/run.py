@@ -50,10 +50,13 @@ def run(config: BenchConfig, progress: Progress = NO_PROGRESS, traces: Seq[Path]
             for file in traces:
                 tracing.write(recorded, file)
         exact = config.speculation.get("acceptance", "coupled") == "coupled" or config.temperature == 0
+        exact = exact and config.accept is None
         same = same_text(found) if exact and config.max_rounds is None else None
         notes = [*config.notes, *([checkpoint.note] if checkpoint.note else [])]
         if rounding := rounding_note(config.engine.get("quantization")):
             notes.append(f"ssd: {rounding}")
+        if config.accept is not None:
+            notes.append(f"acceptance is drawn (--accept {config.accept}): the texts are not the model's")
         notes += [f"{c.name}: {c.note}" for c in contenders if c.note]
         notes += [f"{w.name}: {w.origin}" for w in workloads]
         notes += _threads(found)
@@ -126,7 +129,7 @@ def _contenders(
     engine = {"prefix_caching": False, "max_model_len": fitting} | config.engine
     methods = methods_of(config.methods, config.draft, config.k, config.speculation)
     contenders: list[Contender] = []
-    for ours in our_contenders(config.model, methods, batch=config.batch, **engine):
+    for ours in our_contenders(config.model, methods, batch=config.batch, accept=config.accepted, **engine):
         stack.callback(ours.close)
         contenders.append(ours)
     for start in peers:

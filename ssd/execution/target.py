@@ -25,6 +25,7 @@ from ssd.execution.state import SequenceState
 from ssd.kernels.cpu import recording
 from ssd.kernels.transfers import to_device
 from ssd.kernels.triton.compile import compiling
+from ssd.sampling.pinned import PinnedAcceptance
 from ssd.sampling.sampler import ALL_NEEDS, Needs, Sampler, top_logprobs
 
 
@@ -81,6 +82,7 @@ class Target:
         self.sampler = Sampler(state.sampling)
         self.vocab_size = runner.vocab_size
         self._width = 3 + 2 * state.drafts.shape[1]
+        self._pinned: PinnedAcceptance | None = None
         self._pool: Any = None  # memory shared by the graphs of decisions
         self._decisions: dict[tuple[int, Needs], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
@@ -113,6 +115,17 @@ class Target:
 
     def _graphs(self) -> list[BatchGraphs]:
         return [graphs for graphs in (self.runner.graphs, self.runner.prefill_graphs) if graphs is not None]
+
+    def pin(self, rates: Seq[float]) -> None:
+        """Draws from now on how many draft tokens are accepted, see `PinnedAcceptance`; while no round is in flight."""
+        state = self.state
+        if self._pinned is None:
+            empty = torch.zeros(state.drafts.shape[1], dtype=torch.float32, device=state.device)
+            self._pinned = PinnedAcceptance(empty, state.sampling.seed_key, self.vocab_size)
+            self._decisions.clear()  # captured without it
+        given = torch.zeros(len(self._pinned.rates))
+        given[: len(rates)] = torch.tensor(rates[: len(given)])
+        self._pinned.rates.copy_(given)
 
     def probe(self) -> None:
         """A forward pass of padding, which raises if the device cannot compute."""
@@ -177,7 +190,7 @@ class Target:
         `kernels.rounds.accept`."""
         if forward.graph is None:
             recordings, inputs = self.runner.decoder.recordings, forward.inputs
-            if recordings is None:
+            if recordings is None or self._pinned is not None:
                 return self._compute(forward, needs)
             where = "decision", id(inputs), forward.logits.data_ptr(), needs
             return recordings.run(where, lambda: self._compute(forward, needs), (self, inputs))
@@ -208,7 +221,10 @@ class Target:
             out = recording.empty(shape, torch.int32)
         if not len(forward.logits):
             return out
-        chosen = self.sampler.choose(forward.logits, inputs.decided(state), needs)
+        rows = inputs.decided(state)
+        chosen = self.sampler.choose(forward.logits, rows, needs)
+        if self._pinned is not None:
+            chosen = self._pinned.choices(chosen, rows)
         inputs.accept(chosen, state, out)
         if needs.adjusted:
             width = state.drafts.shape[1] + 1
