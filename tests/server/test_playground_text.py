@@ -62,6 +62,7 @@ HOSTILE = {
     "language": '```"><img/src=x/onerror=window.broken=1>\ncode\n```',
     "title": '[a](https://example.org "\\"><img src=x onerror=window.broken=1>")',
     "clobbering": '<a id=log href="https://evil.example/">x</a>\n\n[log]: https://example.org\n\n[log]',
+    "names of objects": "[constructor] [__proto__][] [toString][]\n\nb\n\nc",
     "nested quotes": "\n".join("> " * depth + "deep" for depth in range(1, 201)),
     "nested beyond all bounds": "> " * 20_000 + "deep",
     "nested lists": "\n".join("  " * depth + "- deep" for depth in range(200)),
@@ -167,7 +168,7 @@ def test_a_text_can_make_the_browser_fetch_and_run_nothing(browser: Any, name: s
     assert playground.problems == []
     assert page.evaluate("window.broken") is None
     made = set(answer.evaluate("e => [...e.querySelectorAll('*')].map((e) => e.localName)"))
-    assert made <= {"p", "br", "ul", "ol", "li", "blockquote", "a", "div", "pre", "code", "button", "h3", "em"}
+    assert made <= {"p", "br", "ul", "ol", "li", "blockquote", "a", "div", "pre", "code", "button", "em", "strong"}
     names = set(answer.evaluate("e => [...e.querySelectorAll('*')].flatMap((e) => e.getAttributeNames())"))
     assert names <= {"class", "href", "target", "rel", "title", "type", "tabindex", "role", "aria-label"}
     addresses = answer.evaluate("e => [...e.querySelectorAll('[href]')].map((e) => e.getAttribute('href'))")
@@ -202,10 +203,10 @@ GROW = """([text, step]) => {
 }"""
 
 
-@pytest.mark.parametrize("step", [1, 7])
-def test_a_text_that_grows_is_drawn_as_the_whole_one(playground: Page, step: int) -> None:
+@pytest.mark.parametrize(("step", "newline"), [(1, "\n"), (7, "\r\n")])
+def test_a_text_that_grows_is_drawn_as_the_whole_one(playground: Page, step: int, newline: str) -> None:
     """Catches a block that is taken for finished too early, and one that is drawn again though it is finished."""
-    found = playground.page.evaluate(GROW, [MARKDOWN * 2, step])
+    found = playground.page.evaluate(GROW, [(MARKDOWN * 2).replace("\n", newline), step])
     assert found["grown"] == found["whole"]
     assert found["kept"]
     assert any("Title with em" in text for text in found["seen"])

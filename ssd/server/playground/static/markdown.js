@@ -10,6 +10,7 @@ const SAFE = {
   ALLOW_ARIA_ATTR: false,
   RETURN_DOM_FRAGMENT: true,
 };
+const LONG_LINE = 2000; // the time to look for open emphasis grows with the square of some lines
 const words = (text) => ({ type: "text", raw: text, text });
 const alternative = ({ text }) => words(text || "image");
 
@@ -42,7 +43,7 @@ const markdown = new marked.Marked({
 class Markdown {
   constructor(place) {
     this.place = place;
-    this.links = {}; // that definitions in the text give
+    this.links = Object.create(null); // that definitions in the text give
     this.read = 0; // characters of the blocks that are drawn for good
     this.nodes = 0; // and their nodes
   }
@@ -52,7 +53,7 @@ class Markdown {
     try {
       const lexer = new marked.Lexer(markdown.defaults);
       lexer.tokens.links = this.links;
-      const rest = text.slice(this.read);
+      const rest = text.replace(/\r\n?/g, "\n").slice(this.read); // as marked reads it
       const tokens = lexer.lex(whole ? rest : closed(rest));
       const blocks = tokens.filter((token) => token.type !== "space");
       const last = Math.max(0, tokens.indexOf(blocks.at(-2)));
@@ -72,6 +73,7 @@ class Markdown {
 // Without the beginnings of markup at the end of a text that grows; with emphasis, code and links closed.
 function closed(text) {
   const start = text.lastIndexOf("\n") + 1;
+  if (text.length - start > LONG_LINE) return text;
   const before = text.slice(0, start);
   let line = text.slice(start).trimEnd();
   if (/^[ \t>]*(?:[-=+*_#`~|: \t]*|\d+[.)]?)$/.test(line)) return before; // of a list, a heading, a fence, a table
