@@ -44,7 +44,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any, served: Served) -> Iterator[Any]:
-    """The page; anything that it logs as an error, or asks of another host, fails the test."""
+    """The page, with tokens in colours; anything that it logs as an error, or asks of another host, fails the test."""
     context = browser.new_context(viewport={"width": 1280, "height": 800}, color_scheme="light")
     page = context.new_page()
     problems: list[str] = []
@@ -58,6 +58,7 @@ def page(browser: Any, served: Served) -> Iterator[Any]:
     page.on("request", lambda r: problems.append(r.url) if not r.url.startswith((served.url, "data:")) else None)
     page.goto(served.url)
     expect(page.locator("#served")).to_contain_text("drafts")
+    page.get_by_role("radio", name="Tokens").check()
     yield page
     assert problems == []
     context.close()
@@ -211,6 +212,7 @@ def test_keyboard_and_screen_reader(page: Any) -> None:
         order.append(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
     wanted = ["new", "theme", "log", "prompt", "send", "mode", "temperature", "seed", "tokens", "branches"]
     assert [name for name in order if name in wanted] == wanted
+    assert "INPUT" in order[order.index("branches") :]  # the view
     page.get_by_label("Message", exact=True).focus()
     page.keyboard.type("one")
     page.keyboard.press("Shift+Enter")
@@ -237,6 +239,7 @@ def test_dark_mode(browser: Any, served: Served, page: Any) -> None:
 
 def test_a_small_screen_needs_no_sideways_scrolling(page: Any) -> None:
     page.set_viewport_size({"width": 360, "height": 640})
+    page.locator("#settings").click()
     ask(page, QUESTION)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     assert page.locator("#send").is_visible()
@@ -252,6 +255,7 @@ def test_screenshots(browser: Any) -> None:
             page = context.new_page()
             page.goto(served.url)
             expect(page.locator("#served")).to_contain_text("drafts")
+            page.get_by_role("radio", name="Tokens").check()
             page.locator("#temperature").fill("0")
             article = ask(page, SUM, mode="ar", tokens=90, seed=1)
             article.get_by_role("button", name="Again with SSD, same seed").click()

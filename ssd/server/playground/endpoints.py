@@ -32,13 +32,18 @@ PAGE: Final = {  # by path: open without an API key, which the page asks for
     "/": ("index.html", "text/html"),
     "/playground/style.css": ("style.css", "text/css"),
     "/playground/app.js": ("app.js", "text/javascript"),
+    "/playground/answer.js": ("answer.js", "text/javascript"),
+    "/playground/markdown.js": ("markdown.js", "text/javascript"),
     "/playground/paths.js": ("paths.js", "text/javascript"),
+    "/playground/vendor/marked.umd.js": ("vendor/marked.umd.js", "text/javascript"),
+    "/playground/vendor/purify.min.js": ("vendor/purify.min.js", "text/javascript"),
 }
 _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
+    "X-DNS-Prefetch-Control": "off",  # of the hosts that links in an answer name
     "Cache-Control": "no-cache",
 }
 _MOST_BRANCHES: Final = 12  # branches that are sent per round: the likeliest, and the one that came true

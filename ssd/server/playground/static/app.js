@@ -10,6 +10,7 @@ let server = null; // the last answer of /playground/state
 let conversation = []; // {role, content, runs?, shown?}; runs: one per mode in which an answer was written
 let samples = []; // one a second: [tokens/s, acceptance, hit rate]
 let running = null; // AbortController of the answer that is being written
+const answers = []; // what is shown of the conversation's answers, by place
 
 // --- requests ----------------------------------------------------------------------------------------------------
 
@@ -33,9 +34,9 @@ async function* events(response) {
   }
 }
 
-// Writes one answer into `shown`; returns its run: {mode, text, rounds, …}.
+// Writes one answer into `shown`, an Answer; returns its run: {mode, text, rounds, …}.
 async function write(messages, settings, shown, signal) {
-  const run = { mode: settings.speculate ? server.mode : "ar", seed: settings.seed, text: "", tokens: 0, rounds: [] };
+  const run = { mode: settings.speculate ? server.mode : "ar", seed: settings.seed, tokens: 0 };
   const response = await fetch(`/playground/chat${query}`, {
     method: "POST",
     headers: headers({ "Content-Type": "application/json" }),
@@ -54,9 +55,7 @@ async function write(messages, settings, shown, signal) {
     const now = performance.now();
     for (const round of event.rounds) {
       paths.add(round);
-      append(shown, round);
-      run.rounds.push(round);
-      run.text += round.tokens.join("");
+      shown.add(round);
       run.tokens += round.tokens.length;
     }
     first = first || now;
@@ -64,21 +63,7 @@ async function write(messages, settings, shown, signal) {
       $("status").textContent = `${run.tokens} tokens, ${((run.tokens * 1000) / (now - first)).toFixed(0)} a second`;
     }
   }
-  return run;
-}
-
-function append(shown, round) {
-  const log = $("log");
-  const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
-  colour(shown, round);
-  if (atEnd) log.scrollTop = log.scrollHeight;
-}
-
-// Adds the tokens of a round, in the colours of those who wrote them.
-function colour(shown, round) {
-  round.tokens.forEach((text, place) => {
-    if (text) shown.append(element("span", place < round.accepted ? round.by : "", text));
-  });
+  return { ...run, text: shown.text, rounds: shown.rounds };
 }
 
 // --- the conversation --------------------------------------------------------------------------------------------
@@ -109,8 +94,9 @@ async function send(text) {
 async function answer(place, wanted) {
   const message = conversation[place];
   delete message.error;
-  const shown = show(place).querySelector(".answer");
-  shown.replaceChildren();
+  const shown = new Answer([], "");
+  let kept = shown;
+  show(place, shown);
   busy(true);
   try {
     const run = await write(messagesBefore(place), wanted, shown, running.signal);
@@ -119,7 +105,8 @@ async function answer(place, wanted) {
     message.shown = run.mode;
     $("status").textContent = "";
   } catch (error) {
-    if (!message.runs.length) message.content = shown.textContent; // else the answer that was there stays
+    if (message.runs.length) kept = null; // the answer that was there stays
+    else message.content = shown.text;
     if (error.name === "AbortError") {
       $("status").textContent = "stopped";
     } else {
@@ -127,9 +114,11 @@ async function answer(place, wanted) {
       message.error = error.message;
     }
   }
+  shown.end();
+  paths.draw();
   busy(false);
   save();
-  show(place, !message.runs.length);
+  show(place, kept);
 }
 
 function busy(is) {
@@ -138,30 +127,28 @@ function busy(is) {
   $("send").disabled = is;
   $("stop").disabled = !is;
   $("new").disabled = is;
-  for (const button of document.querySelectorAll("article button")) button.disabled = is;
+  for (const button of document.querySelectorAll(".speed button")) button.disabled = is;
 }
 
-// Shows a message, an answer as it was written in the mode `shown`. `keep`: the text that is on the page stays.
-function show(place, keep = false) {
+// Shows a message. `answer`: what is on the page already; else an answer as it was written in the mode `shown`.
+function show(place, answer = null) {
   $("hello").hidden = true;
   const message = conversation[place];
   const old = document.getElementById(`message-${place}`);
   const article = element("article", message.role);
   article.id = `message-${place}`;
   article.append(element("h2", "", message.role === "user" ? "You" : server.model));
-  article.append((keep && old?.querySelector(".answer")) || content(message));
+  if (message.role === "user") {
+    article.append(element("div", "", message.content));
+  } else {
+    answers[place] = answer || new Answer(shownRun(message)?.rounds || [], message.content);
+    article.append(answers[place].element);
+  }
   if (message.error) article.append(element("p", "error", message.error));
   if (message.runs) article.append(speeds(message, place));
   old ? old.replaceWith(article) : $("log").append(article);
   article.scrollIntoView({ block: "end" });
   return article;
-}
-
-function content(message) {
-  const run = shownRun(message);
-  const made = element("div", message.role === "user" ? "" : "answer", run ? "" : message.content);
-  for (const round of run?.rounds || []) colour(made, round);
-  return made;
 }
 
 function shownRun(message) {
@@ -302,6 +289,18 @@ function describe() {
   $("no-branches").hidden = server.mode !== "ssd" || server.branches;
 }
 
+// On a narrow screen the controls are folded behind a button, which says how they are set.
+function summarise() {
+  const { temperature, speculate } = settings();
+  const seed = $("seed").value && `, seed ${$("seed").value}`;
+  const mode = (speculate ? server.mode : "ar").toUpperCase();
+  $("set").textContent = `${mode}, temperature ${temperature}${seed}, ${$("tokens").value} tokens`;
+}
+
+function fold(is) {
+  $("settings").setAttribute("aria-expanded", String(!is));
+}
+
 function begin() {
   $("mode").options[0].textContent = server.mode.toUpperCase();
   if (server.mode === "ar") $("mode").options[1].remove();
@@ -309,6 +308,7 @@ function begin() {
     $("model").append(new Option(name, name, false, name === server.model));
     $("model-label").hidden = false;
   }
+  summarise();
   conversation = JSON.parse(sessionStorage.getItem("conversation") || "[]");
   samples = JSON.parse(sessionStorage.getItem("samples") || "[]");
   conversation.forEach((_, place) => show(place));
@@ -321,14 +321,49 @@ function setTheme(theme) {
   $("theme").textContent = theme === "dark" ? "Light theme" : "Dark theme"; // what a click does
 }
 
+function setView(view) {
+  Answer.view = view;
+  $("view").querySelector(`[value=${view}]`).checked = true;
+  answers.forEach((answer) => answer.draw());
+}
+
+// Settings outlive the tab where the browser allows it.
+function remembered(name) {
+  try {
+    return localStorage.getItem(name);
+  } catch {
+    return null;
+  }
+}
+
+function remember(name, value) {
+  try {
+    localStorage.setItem(name, value);
+  } catch {
+    // they hold until the page is left
+  }
+}
+
 const dark = matchMedia("(prefers-color-scheme: dark)");
-setTheme(localStorage.getItem("theme") || (dark.matches ? "dark" : "light"));
-dark.addEventListener("change", () => localStorage.getItem("theme") || setTheme(dark.matches ? "dark" : "light"));
+setTheme(remembered("theme") || (dark.matches ? "dark" : "light"));
+dark.addEventListener("change", () => remembered("theme") || setTheme(dark.matches ? "dark" : "light"));
 $("theme").addEventListener("click", () => {
   const theme = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
-  localStorage.setItem("theme", theme);
+  remember("theme", theme);
   setTheme(theme);
 });
+setView(remembered("view") === "tokens" ? "tokens" : "text");
+$("view").addEventListener("change", (event) => {
+  remember("view", event.target.value);
+  setView(event.target.value);
+});
+const narrow = matchMedia("(max-width: 52rem)");
+const foldAside = () => document.querySelectorAll("aside details").forEach((part) => (part.open = !narrow.matches));
+foldAside();
+narrow.addEventListener("change", foldAside);
+$("settings").addEventListener("click", () => fold($("settings").ariaExpanded === "true"));
+$("controls").addEventListener("input", () => server && summarise());
+$("controls").addEventListener("invalid", () => fold(false), true); // the browser shows what is wrong with it
 $("form").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = $("prompt").value.trim();
@@ -355,6 +390,7 @@ $("new").addEventListener("click", () => {
   save();
   paths.clear();
   for (const article of document.querySelectorAll("article")) article.remove();
+  answers.length = 0;
   $("hello").hidden = false;
   $("prompt").focus();
 });

@@ -15,24 +15,58 @@ function visible(text) {
   return text.replaceAll(" ", "·").replaceAll("\n", "↵").replaceAll("\t", "⇥");
 }
 
+// A function that has `draw` called in the next frame; after a draw that took long, in a later one.
+function paced(draw) {
+  let waiting = false;
+  let cost = 0; // of the last draw, in ms
+  const now = () => {
+    waiting = false;
+    const begin = performance.now();
+    draw();
+    cost = performance.now() - begin;
+  };
+  return () => {
+    if (!waiting) setTimeout(() => requestAnimationFrame(now), 3 * cost);
+    waiting = true;
+  };
+}
+
 class Paths {
   constructor(list) {
     this.list = list;
+    this.drawSoon = paced(() => this.draw());
     this.clear();
   }
 
   clear() {
     this.list.replaceChildren();
     this.count = 0;
+    this.added = [];
   }
 
   show(rounds) {
     this.clear();
-    rounds.forEach((round) => this.add(round));
+    this.added = [...rounds];
+    this.draw();
   }
 
   add(round) {
+    this.added.push(round);
+    this.drawSoon();
+  }
+
+  // Draws the rounds that have been added: not one at a time, because each draw takes a layout of the page.
+  draw() {
     const atEnd = this.list.scrollHeight - this.list.scrollTop - this.list.clientHeight < 40;
+    const shown = this.added.slice(-MOST_ROUNDS);
+    this.count += this.added.length - shown.length;
+    this.added = [];
+    this.list.append(...shown.map((round) => this.item(round)));
+    while (this.list.childElementCount > MOST_ROUNDS) this.list.firstElementChild.remove();
+    if (atEnd) this.list.scrollTop = this.list.scrollHeight;
+  }
+
+  item(round) {
     this.count += 1;
     const source = SOURCES[round.origin];
     const item = element("li", round.looked_up ? source : "");
@@ -45,9 +79,7 @@ class Paths {
     });
     for (const text of round.rejected) item.append(pill(text, "rejected", "rejected"));
     if (round.branches.length) item.append(branches(round));
-    this.list.append(item);
-    if (this.list.childElementCount > MOST_ROUNDS) this.list.firstElementChild.remove();
-    if (atEnd) this.list.scrollTop = this.list.scrollHeight;
+    return item;
   }
 }
 
