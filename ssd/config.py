@@ -62,7 +62,8 @@ class SpeculationConfig:
     )
     draft: str | Proposer | None = option(
         None,
-        "A small model with the same tokenizer, an EAGLE-3 head of the model, or (not ssd) 'ngram': n-gram look-up.",
+        "A small model with the same tokenizer, an EAGLE-3 head of the model, (mode sd) a block draft of it, DFlash or "
+        "DSpark, or (not ssd) 'ngram': n-gram look-up.",
         expects=f"a model, {NGRAM!r}, or an object with a method propose(sequences, k)",
     )
     k: int | Literal["auto"] = option(

@@ -13,7 +13,7 @@ from ssd.config import SpeculationConfig
 from ssd.errors import ConfigError
 from ssd.execution.threads import num_cores
 from ssd.models.checkpoint import Checkpoint
-from ssd.models.eagle import EagleCheckpoint
+from ssd.models.feature_draft import FeatureCheckpoint
 
 log = logging.getLogger("ssd")
 
@@ -62,7 +62,7 @@ def placed(
 
 
 def sized(
-    speculation: SpeculationConfig, draft: Checkpoint | EagleCheckpoint | None, device: torch.device
+    speculation: SpeculationConfig, draft: Checkpoint | FeatureCheckpoint | None, device: torch.device
 ) -> SpeculationConfig:
     """Resolves `draft_quantization` and, for a draft on the CPU beside a target on a GPU, `draft_threads`.
 
@@ -72,7 +72,7 @@ def sized(
     """
     on_cpu = device.type == "cuda" and speculation.draft_device == "cpu"
     size = 0
-    if draft is not None and not isinstance(draft, EagleCheckpoint):
+    if draft is not None and not isinstance(draft, FeatureCheckpoint):
         size = weight_bytes(draft.config, torch.bfloat16)
     large = size >= _LARGE_DRAFT
     if on_cpu and speculation.draft_threads is None:
