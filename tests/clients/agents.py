@@ -116,7 +116,6 @@ def _aider(url: str, model: str, home: Path) -> Command:
     return ["--model", f"openai/{model}", *quiet, *edits], {
         "OPENAI_API_BASE": f"{url}/v1",
         "OPENAI_API_KEY": "none",
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     }
 
 

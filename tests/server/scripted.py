@@ -67,6 +67,10 @@ class Scripted:
         sample = Sample(0, text, [5] * len(text), reason, None, RequestMetrics())
         self.output = RequestOutput("scripted", prompt_token_ids, [sample], None, params)
 
+    async def pauses(self) -> AsyncIterator[None]:
+        for _ in ():
+            yield
+
     async def deltas(self) -> AsyncIterator[Delta]:
         text = self.output.text
         for i in range(0, len(text), 3):
