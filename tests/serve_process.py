@@ -97,10 +97,10 @@ class ServeProcess:
 
 
 @contextmanager
-def serve(*options: str) -> Iterator[ServeProcess]:
-    """Runs `ssd serve tiny-llama OPTIONS` on a free port; at the end it is killed, if it still runs."""
+def serve(*options: str, what: tuple[str, ...] = (MODEL,)) -> Iterator[ServeProcess]:
+    """Runs `ssd serve WHAT OPTIONS` on a free port; at the end it is killed, if it still runs."""
     port = free_port()
-    command = [sys.executable, "-m", "ssd", "serve", MODEL, "--device", "cpu", "--port", str(port), *options]
+    command = [sys.executable, "-m", "ssd", "serve", *what, "--device", "cpu", "--port", str(port), *options]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "log"
         with path.open("wb") as log:

@@ -149,10 +149,14 @@ class _OutputQueue:
             self.done.set_result(None if isinstance(item, Exception) else item.output)
         self._arrived.set()
 
-    async def get(self) -> Item:
+    async def wait(self) -> None:
+        """Until there is an item."""
         while not self._deltas and self._error is None:
             self._arrived.clear()
             await self._arrived.wait()
+
+    async def get(self) -> Item:
+        await self.wait()
         return self._deltas.pop(next(iter(self._deltas))) if self._deltas else self._error  # type: ignore[return-value]
 
 
@@ -173,6 +177,15 @@ class AsyncSubmission(_Handle, AsyncIterator[Delta]):
         if self.ended:
             raise StopAsyncIteration
         return self._receive(await self._queue.get())
+
+    async def arrived(self, seconds: float) -> bool:
+        """Whether there is a delta to read, after so many seconds at most."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._queue.wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def result(self) -> RequestOutput:
         async for _ in self:

@@ -31,6 +31,7 @@ from ssd.server.tracing import Tracer
 P = ParamSpec("P")
 T = TypeVar("T")
 TIMED_OUT: Final = "the request took longer than this server allows"
+PAUSE: Final = 10.0  # seconds; clients give up a stream that says nothing for minutes, while a long prompt is read
 NO_RETRY: Final = {"x-should-retry": "false"}  # the openai client repeats requests after a 5xx otherwise
 
 
@@ -92,6 +93,14 @@ class Generation:
     def abort(self) -> None:
         """Ends the request after the current round. Nothing happens if it has ended."""
         self._submission.abort()
+
+    async def pauses(self) -> AsyncIterator[None]:
+        """One every `PAUSE` seconds until the first delta is there, or the request has timed out."""
+        loop = asyncio.get_running_loop()
+        while (left := PAUSE if self._deadline is None else min(PAUSE, self._deadline - loop.time())) > 0:
+            if await self._submission.arrived(left):
+                return
+            yield
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """Leaving the iteration aborts the request. Deltas that a slow reader has not read are merged.

@@ -16,17 +16,20 @@ SESSIONS = (  # of `sessions.py`
     "instructor",
     "litellm",
 )
-_PACKAGES = [name.replace("pydantic-ai", "pydantic-ai-slim[openai,anthropic]") for name in SESSIONS]
+PACKAGES = [name.replace("pydantic-ai", "pydantic-ai-slim[openai,anthropic]") for name in SESSIONS]
 
 
-def build(folder: Path) -> Path:
-    """Its interpreter; CalledProcessError, with the reason on standard error, if it cannot be built."""
+def build(folder: Path, *packages: str) -> Path:
+    """The interpreter of an environment with these packages, built if it is not there.
+
+    CalledProcessError, with the reason on standard error, if it cannot be built.
+    """
     python = folder / "bin" / "python"
     if not python.exists():
         for command in (
             [sys.executable, "-m", "venv", folder],
             [python, "-m", "pip", "install", "--quiet", "uv"],  # pip takes minutes to find versions that fit together
-            [python, "-m", "uv", "pip", "install", "--quiet", "--native-tls", "--python", python, *_PACKAGES],
+            [python, "-m", "uv", "pip", "install", "--quiet", "--native-tls", "--python", python, *packages],
         ):
             subprocess.run(command, check=True, capture_output=True, text=True)
     return python

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import pytest
 
 import ssd
 from ssd.core import Delta, RequestMetrics, RequestOutput, Sample, SamplingParams
+from ssd.server.errors import invalid
+from ssd.server.openai import chat
 
 TEMPLATE = """\
 {% if tools %}<|im_start|>system
@@ -63,6 +67,10 @@ class Scripted:
         sample = Sample(0, text, [5] * len(text), reason, None, RequestMetrics())
         self.output = RequestOutput("scripted", prompt_token_ids, [sample], None, params)
 
+    async def pauses(self) -> AsyncIterator[None]:
+        for _ in ():
+            yield
+
     async def deltas(self) -> AsyncIterator[Delta]:
         text = self.output.text
         for i in range(0, len(text), 3):
@@ -88,6 +96,31 @@ class Script:
             return [Scripted(self.text, ids, params, self.finish_reason)]
 
         return start
+
+
+def long_checkpoint(folder: Path, positions: int = 32768) -> Path:
+    """The smallest bundled model with this template, for prompts that are longer than it was trained for."""
+    path = checkpoint(folder, "tiny-qwen3-draft") / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": positions}))
+    return folder
+
+
+@contextmanager
+def writing(*texts: str, end: str = "<|im_end|>") -> Iterator[None]:
+    """The model of any server writes these texts, one a chat; without texts its own, of a few tokens."""
+    params, left = chat._params, list(texts)
+
+    def changed(body: Any, state: Any) -> SamplingParams:
+        given = params(body, state)
+        if not texts:
+            return replace(given, max_new_tokens=min(given.max_new_tokens, 32))
+        if not left:
+            raise invalid("messages", "the script has no text for this request")
+        return replace(given, logits_processor=Forced(state.llm.tokenizer, left.pop(0) + end))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat, "_params", changed)
+        yield
 
 
 HARMONY_TOKENS = {  # tokens of Harmony, in place of special ones of tiny-llama

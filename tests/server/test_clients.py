@@ -1,6 +1,6 @@
 """Real clients: the bodies of their requests are served, and (slow) the clients themselves understand the answers.
 
-`tests/data/clients` has what `clients.record` has recorded, and requests in the shapes that Codex and Claude Code send.
+`tests/data/clients` has what `clients.record` has recorded of them and of coding agents (`test_agents.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ pytest.importorskip("fastapi", reason="needs the extras serve and dev")
 pytest.importorskip("llguidance", reason="needs the extras serve and dev")
 
 import httpx
-from clients import environment
+from clients import agents, environment
 from conftest import mostly_slow
 from live_server import MODEL, Lazy, Served, openai
 
@@ -66,7 +66,7 @@ def check_answer(path: str, body: dict[str, Any], text: str) -> None:
         assert message.role == "assistant"
 
 
-@pytest.mark.parametrize("client", mostly_slow(CLIENTS, fast={"openai", "anthropic", "codex", "claude-code"}))
+@pytest.mark.parametrize("client", mostly_slow(CLIENTS, fast={"openai", "anthropic", *agents.VERSIONS}))
 def test_requests_of_real_clients_are_served(served: Served, client: str) -> None:
     """Catches a parameter, an item or a message of theirs that is refused."""
     requests = json.loads((DATA / f"{client}.json").read_text())
@@ -82,15 +82,15 @@ def test_requests_of_real_clients_are_served(served: Served, client: str) -> Non
 
 
 def test_every_client_was_recorded() -> None:
-    assert set(CLIENTS) == {*environment.SESSIONS, "codex", "claude-code"}
+    assert set(CLIENTS) == {*environment.SESSIONS, *agents.VERSIONS}
 
 
 @pytest.fixture(scope="session")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of the clients' environment; `SSD_TEST_CLIENTS` names one that is there already."""
-    folder = Path(os.environ.get("SSD_TEST_CLIENTS") or tmp_path_factory.mktemp("clients") / "environment")
+    """The interpreter of the clients' environment, in the folder that `SSD_TEST_CLIENTS` names or a temporary one."""
+    folder = Path(os.environ.get("SSD_TEST_CLIENTS") or tmp_path_factory.mktemp("clients"))
     try:
-        return environment.build(folder)
+        return environment.build(folder / "environment", *environment.PACKAGES)
     except subprocess.CalledProcessError as error:
         pytest.skip(f"the clients cannot be installed: {(error.stderr or '').strip()[-300:]}")
 

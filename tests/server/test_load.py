@@ -26,6 +26,7 @@ from ssd.core import Work
 from ssd.decoding.round import InFlight
 
 PROMPTS = ["Mr. Holmes sat by the fire, and", "A pull request is", "Once upon a time", "The sea was", "def main():"]
+CHAT = [{"role": "user", "content": "Tell me a story."}]
 ENDLESS: dict[str, Any] = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 3000, "ignore_eos": True}
 
 
@@ -291,6 +292,38 @@ def test_time_outs(llm: LLM) -> None:
         with pytest.raises(openai.APIError, match="longer than this server allows"):
             list(client.completions.create(**_sdk(ENDLESS), stream=True))
         until(lambda: served.admission.sequences == 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "ask", "event"),
+    [("messages", {"messages": CHAT, "max_tokens": 4}, "ping"), ("responses", {"input": CHAT}, "response.in_progress")],
+)
+def test_a_stream_is_not_silent_while_its_prompt_is_read(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, path: str, ask: dict[str, Any], event: str
+) -> None:
+    """Agents give up a stream after minutes without an event, and ask again."""
+    launch, body = llm.engine.round.launch, {"model": MODEL, "stream": True, "temperature": 0, "stop": ["e"], **ask}
+
+    def events(served: Served) -> list[str]:
+        lines = httpx.post(f"{served.url}/v1/{path}", json=body, timeout=60).text.splitlines()
+        return [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
+
+    def slow(works: list[Work]) -> InFlight:
+        time.sleep(0.0 if works[0].sequence.num_output else 0.5)
+        return launch(works)
+
+    with serving(llm) as served:
+        whole = events(served)
+        monkeypatch.setattr(llm.engine.round, "launch", slow)
+        assert events(served) == whole
+        monkeypatch.setattr("ssd.server.generation.PAUSE", 0.05)
+        found = events(served)
+        begin = whole.index("response.in_progress") + 1 if path == "responses" else 1
+        num_more = len(found) - len(whole)
+        assert num_more > 2
+        assert found == [*whole[:begin], *[event] * num_more, *whole[begin:]]
+    with serving(llm, request_timeout=0.2) as served:
+        assert events(served)[-1] in ("error", "response.failed")
 
 
 def test_keys_sizes_and_origins(llm: LLM) -> None:

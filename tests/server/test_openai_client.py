@@ -182,6 +182,14 @@ def test_tokens_there_and_back(served: Served) -> None:
         assert httpx.post(f"{served.url}/{path}", json=body).status_code == 400
 
 
+def test_head_is_get_without_a_body(served: Served) -> None:
+    """Agents ask so whether a server is there."""
+    for path, status in (("/", 200), ("/v1/models", 200), ("/v1/nothing", 404), ("/v1/completions", 405)):
+        head, whole = httpx.head(served.url + path), httpx.get(served.url + path)
+        assert (head.status_code, head.content) == (status, b"")
+        assert head.headers["content-length"] == whole.headers["content-length"]
+
+
 def test_health_version_and_request_ids(served: Served) -> None:
     assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
     assert httpx.get(f"{served.url}/version").json().keys() == {"version"}

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("fastapi", reason="needs the extras serve and dev")
 pytest.importorskip("jsonschema", reason="needs the extras serve and dev")
 
+import httpx
 import jsonschema
 from live_server import MODEL, Lazy, Served, openai, serving
 
@@ -545,6 +546,63 @@ def test_messages_call(tool_server: Served, script: Script) -> None:
     assert "system\nBe brief." in script.prompt
     assert f'<think>Hm.</think>I look.<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS}}}' in script.prompt
     assert "tool\n18 degrees<|im_end|>\n<|im_start|>user\nSo?" in script.prompt
+
+
+PICTURE: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+
+
+PICTURED: Any = [{"type": "text", "text": "A picture."}, PICTURE]
+LOOKED: Any = {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "items", "limit"),
+    [
+        (
+            "messages",
+            "messages",
+            [{"role": "user", "content": [{"type": "tool_result", "content": PICTURED}]}],
+            {"max_tokens": 5},
+        ),
+        ("responses", "input", [LOOKED, {"type": "function_call_output", "call_id": "1", "output": PICTURED}], {}),
+    ],
+)
+def test_what_is_no_text_in_a_tool_s_result(
+    tool_server: Served, strict: Served, script: Script, path: str, field: str, items: Any, limit: dict[str, int]
+) -> None:
+    """Agents cannot leave it out, so the model is told of it. Catches a conversation that ends there, and a part that
+    is dropped in silence. What a person sends is refused."""
+    script.text, body = "Nothing.", {"model": MODEL, **limit}
+    answer = httpx.post(f"{tool_server.url}/v1/{path}", json={**body, field: items})
+    assert answer.status_code == 200, answer.text
+    assert "tool\nA picture.[image: not shown, only text can be read]<|im_end|>" in script.prompt
+    [warning] = answer.json()["ssd_warnings"]
+    assert warning.endswith(
+        "type=image: ignored: only text can be read here, the model is told that it cannot see this"
+    )
+    refused = httpx.post(f"{strict.url}/v1/{path}", json={**body, field: items})
+    assert (refused.status_code, "parts of type 'image' are not supported" in refused.text) == (400, True)
+    sent = [{"role": "user", "content": [PICTURE]}]
+    assert httpx.post(f"{tool_server.url}/v1/{path}", json={**body, field: sent}).status_code == 400
+
+
+def test_references_to_tools(tool_server: Served, script: Script) -> None:
+    """What a search of tools returns: the tools themselves are in the request."""
+    script.text, found = "Found.", {"type": "tool_reference", "tool_name": "get_weather"}
+    turn: Any = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [found]}]}
+    claude(tool_server).messages.create(model=MODEL, max_tokens=5, messages=[turn], tools=[MESSAGES_TOOL])
+    assert "tool\n[tool: get_weather]<|im_end|>" in script.prompt
+
+
+def test_the_header_for_bills_is_no_part_of_the_prompt(tool_server: Served, script: Script) -> None:
+    """Catches conversations of Claude Code whose prompts differ at the beginning: nothing of them would be cached."""
+    script.text, messages = "Hello.", claude(tool_server).messages
+    header, rest = ({"type": "text", "text": text} for text in ("x-anthropic-billing-header: a=1;", "Be brief."))
+    for system in ([header, rest], [rest]):
+        messages.create(model=MODEL, max_tokens=5, messages=ASK, system=system)
+        assert script.prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    messages.create(model=MODEL, max_tokens=5, messages=ASK, system=[header])
+    assert script.prompt.startswith("<|im_start|>user")
 
 
 def test_messages_count_of_tokens_has_the_tools(tool_server: Served, script: Script) -> None:

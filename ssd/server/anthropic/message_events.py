@@ -39,6 +39,9 @@ class AnthropicMessageWriter:
     def begin(self) -> list[Json]:
         return [{"type": "message_start", "message": {**self.answer, "content": []}}]
 
+    def pause(self) -> list[Json]:
+        return [{"type": "ping"}]
+
     def add(self, event: Event) -> list[Json]:
         match event:
             case Text(text):

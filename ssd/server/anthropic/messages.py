@@ -19,6 +19,7 @@ from ssd.server.http.bodies import JsonRoute, on_thread
 from ssd.server.ignored import current
 from ssd.server.openai.chat import prompt_tokens, respond, start_chat
 from ssd.server.protocol import SCHEMA, ChatRequest, Json, Jsons, PublishedRequest, SamplingRequest, Stops
+from ssd.server.tool_results import unseen
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -28,6 +29,9 @@ _FIELD_NAMES: Final = {
     "tools[].function.parameters": "tools[].input_schema",
     "tools[].function": "tools[]",
 }
+# Claude Code's first block of `system`: for bills, and different in every conversation, so that no prompt would begin
+# like an earlier one
+_BILLING: Final = "x-anthropic-billing-header:"
 
 
 class CountTokensRequest(PublishedRequest):
@@ -151,8 +155,8 @@ def _tool_choice(choice: Json | None) -> tuple[str | Json | None, bool | None]:
 
 def _messages(body: MessagesRequest) -> list[Json]:
     messages: list[Json] = []
-    if body.system:
-        messages.append({"role": "system", "content": _text("system", body.system)})
+    if body.system and (system := _system(body.system)):
+        messages.append({"role": "system", "content": system})
     for index, message in enumerate(body.messages):
         where, role = f"messages[{index}]", message.get("role")
         known_fields(where, message, ("role", "content"))
@@ -168,15 +172,21 @@ def _messages(body: MessagesRequest) -> list[Json]:
     return messages
 
 
+def _system(content: str | Jsons) -> str:
+    if isinstance(content, list) and str(content[0].get("text", "")).startswith(_BILLING):
+        content = [{**content[0], "text": ""}, *content[1:]]
+    return _text("system", content)
+
+
 def _user(where: str, content: object) -> list[Json]:
     """Tool results are messages of their own, which come first."""
     if isinstance(content, str):
         return [{"role": "user", "content": content}]
     results, texts = [], []
-    for at, block in _blocks(where, content):
+    for at, block in _blocks(f"{where}.content", content):
         if block.get("type") == "tool_result":
             known_fields(at, block, ("type", "tool_use_id", "content", "is_error"), parameters.MESSAGES_BLOCK)
-            text = _text(f"{at}.content", block.get("content") or "")
+            text = _result(f"{at}.content", block.get("content") or "")
             text = f"Error: {text}" if block.get("is_error") else text
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
         else:
@@ -188,7 +198,7 @@ def _assistant(where: str, content: object) -> Json:
     if isinstance(content, str):
         return {"role": "assistant", "content": content}
     message: Json = {"role": "assistant", "content": ""}
-    for at, block in _blocks(where, content):
+    for at, block in _blocks(f"{where}.content", content):
         if block.get("type") == "tool_use":
             known_fields(at, block, ("type", "id", "name", "input"), parameters.MESSAGES_BLOCK)
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
@@ -205,13 +215,28 @@ def _assistant(where: str, content: object) -> Json:
 
 def _blocks(where: str, content: object) -> list[tuple[str, Json]]:
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
-        raise invalid(f"{where}.content", "expected text or a list of content blocks")
-    return [(f"{where}.content[{i}]", block) for i, block in enumerate(content)]
+        raise invalid(where, "expected text or a list of content blocks")
+    return [(f"{where}[{i}]", block) for i, block in enumerate(content)]
 
 
 def _text(where: str, content: object) -> str:
     """Text, or a list of text blocks."""
     return content if isinstance(content, str) else "".join(_block_text(at, b) for at, b in _blocks(where, content))
+
+
+def _result(where: str, content: object) -> str:
+    """The text of a tool's result. A reference to a tool is its name: the tool itself is one of the request's."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for at, block in _blocks(where, content):
+        if block.get("type") == "text":
+            texts.append(_block_text(at, block))
+        elif block.get("type") == "tool_reference":
+            texts.append(f"[tool: {block.get('tool_name')!s:.64}]")
+        else:
+            texts.append(unseen(at, block.get("type")))
+    return "".join(texts)
 
 
 def _block_text(where: str, block: Json) -> str:

@@ -31,7 +31,7 @@ _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 class RequestIdMiddleware:
     """Sets `x-request-id` (the client's, or a new one), writes the access log and counts.
 
-    Closes connections while draining.
+    Closes connections while draining. HEAD is served as GET, whose body the connection leaves out.
     """
 
     def __init__(self, app: ASGIApp, *, log: bool) -> None:
@@ -58,7 +58,7 @@ class RequestIdMiddleware:
             await send(message)
 
         try:
-            await self._app(scope, receive, tagged)
+            await self._app({**scope, "method": "GET"} if scope["method"] == "HEAD" else scope, receive, tagged)
         finally:
             status = scope["state"].get("status", status) or GONE  # the former: the connection has answered itself
             if not scope["state"].get("forwarded"):  # else what has answered it counts it

@@ -28,6 +28,9 @@ class OllamaWriter:
     def begin(self) -> list[Json]:
         return []
 
+    def pause(self) -> list[Json]:
+        return []  # there is no line that says nothing
+
     def add(self, event: Event) -> list[Json]:
         match event:
             case Text(text):

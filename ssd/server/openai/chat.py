@@ -80,13 +80,17 @@ async def prompt_tokens(state: ServerState, body: ChatRequest, request: Request)
 
 
 class MessageWriter(Protocol):
-    """Turns the events of one message into those of another API. Each method returns what a stream sends then."""
+    """Turns the events of one message into those of another API. Each method returns what a stream sends then.
+
+    `pause`: what it sends while there is nothing to send.
+    """
 
     @property
     def answer(self) -> dict[str, Any]:
         """The whole answer, after `end`."""
 
     def begin(self) -> list[dict[str, Any]]: ...
+    def pause(self) -> list[dict[str, Any]]: ...
     def add(self, event: Event) -> list[dict[str, Any]]: ...
     def end(self, output: RequestOutput) -> list[dict[str, Any]]: ...
     def fail(self, error: ApiError) -> list[dict[str, Any]]: ...
@@ -112,6 +116,9 @@ async def _written(generation: Generation, form: MessageFormat, writer: MessageW
     for sent in writer.begin():
         yield sent
     try:
+        async for _ in generation.pauses():
+            for sent in writer.pause():
+                yield sent
         async for event in _parsed(generation, form):
             for sent in writer.add(event):
                 yield sent

@@ -28,6 +28,9 @@ class ResponseWriter:
     def begin(self) -> list[Json]:
         return [self._event(f"response.{name}", response=self._snapshot()) for name in ("created", "in_progress")]
 
+    def pause(self) -> list[Json]:
+        return [self._event("response.in_progress", response=self._snapshot())]
+
     def add(self, event: Event) -> list[Json]:
         match event:
             case Text(text):

@@ -22,6 +22,7 @@ from ssd.server.openai.chat import respond, start_chat
 from ssd.server.openai.response_events import ResponseWriter
 from ssd.server.openai.response_tools import ResponseTools, chat_name, response_tools
 from ssd.server.protocol import SCHEMA, ChatRequest, Json, Jsons, SamplingRequest, Texts, one_invalid
+from ssd.server.tool_results import unseen
 
 router = APIRouter(route_class=JsonRoute)
 _ITEM_FIELDS: Final = {
@@ -154,7 +155,8 @@ def _messages(body: ResponsesRequest) -> list[Json]:
                 messages.append({"role": "assistant", "content": ""})
             messages[-1].setdefault("tool_calls", []).append(_call(where, item))
         elif kind == "function_call_output":
-            call_id, content = _string(where, item, "call_id"), _text(f"{where}.output", item.get("output"))
+            call_id = _string(where, item, "call_id")
+            content = _text(f"{where}.output", item.get("output"), of_tool=True)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
         else:
             reasoning = _text(f"{where}.content", item.get("content") or "", ("reasoning_text",))
@@ -181,16 +183,22 @@ def _call(where: str, item: Json) -> Json:
     return {"id": _string(where, item, "call_id"), "type": "function", "function": function}
 
 
-def _text(where: str, content: object, kinds: tuple[str, ...] = _TEXT_PARTS) -> str:
-    """Text, or a list of parts that have text."""
+def _text(where: str, content: object, kinds: tuple[str, ...] = _TEXT_PARTS, *, of_tool: bool = False) -> str:
+    """Text, or a list of parts that have text. `of_tool`: it is a tool's result, which may have others."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise invalid(where, "expected text or a list of parts")
+    texts: list[str] = []
     for index, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
-            raise unsupported(f"{where}[{index}]", f"only parts of type {kinds[0]!r} are supported")
-    return "".join(part["text"] for part in content)
+        at, kind = f"{where}[{index}]", part.get("type") if isinstance(part, dict) else None
+        if kind in kinds and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif of_tool and kind not in kinds:
+            texts.append(unseen(at, kind))
+        else:
+            raise unsupported(at, f"only parts of type {kinds[0]!r} are supported")
+    return "".join(texts)
 
 
 def _string(where: str, item: Json, name: str) -> str:

@@ -102,7 +102,7 @@ def page() -> APIRouter:
     """The page, and what it loads."""
     made = APIRouter(route_class=JsonRoute, include_in_schema=False)
     for path, (name, kind) in PAGE.items():
-        made.add_api_route(path, _static(name, kind), methods=["GET", "HEAD"])
+        made.add_api_route(path, _static(name, kind), methods=["GET"])
     return made
 
 
