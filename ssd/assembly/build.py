@@ -32,6 +32,7 @@ from ssd.execution.runner import ModelRunner
 from ssd.execution.target import Target
 from ssd.kernels.triton import compile as compiling
 from ssd.kv.blocks import BlockPool
+from ssd.models.block import BlockCheckpoint
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.decoder import check_split
 from ssd.models.feature_draft import FeatureCheckpoint, FeatureDraft
@@ -61,6 +62,7 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
         config.speculation,
         device,
         head=isinstance(draft, FeatureCheckpoint),
+        prepares=not isinstance(draft, BlockCheckpoint),
         ranks=local_size(config.tensor_parallel_size),
     )
     speculation = sized(speculation, draft, device)

@@ -49,8 +49,10 @@ def open_draft(
 def _checked(block: BlockCheckpoint, speculation: SpeculationConfig) -> BlockCheckpoint:
     """ConfigError for options that a block draft cannot have."""
     draft, most = f"speculation draft={speculation.draft!r}: a block draft", block.config.most_drafted
-    if speculation.mode != "sd":
+    if speculation.mode == "ssd":
         raise ConfigError(f'{draft} writes a whole draft in one pass, and nothing is prepared: use mode="sd"')
+    if speculation.options_of_ssd:
+        raise ConfigError(f"{draft} has no option {', '.join(speculation.options_of_ssd)}: leave it out")
     if speculation.acceptance != "coupled":
         raise ConfigError(f'{draft} has no acceptance="rejection": use the coupled rule')
     if speculation.k != "auto" and speculation.k > most:

@@ -23,15 +23,21 @@ _DRAFT_THREADS = 4  # of a small draft on the CPU beside a target on a GPU: smal
 
 
 def placed(
-    speculation: SpeculationConfig, device: torch.device, *, head: bool = False, ranks: int = 1
+    speculation: SpeculationConfig,
+    device: torch.device,
+    *,
+    head: bool = False,
+    prepares: bool = True,
+    ranks: int = 1,
 ) -> SpeculationConfig:
     """Resolves `placement` and `draft_device`.
 
     `placement="auto"` is a process if the draft has a GPU of its own or a core of a CPU, else a stream on a GPU, else
     inline. With mode="auto" it stays "auto" where nothing can run at the same time, and SSD is not among the modes.
-    `head`: the draft is an EAGLE head, which is where the target is. `ranks`: of the target.
+    `head`: the draft is an EAGLE head, which is where the target is. `prepares`: SSD is among the draft's modes.
+    `ranks`: of the target.
     """
-    if speculation.mode not in ("ssd", "auto") or speculation.draft_model is None:
+    if speculation.mode not in ("ssd", "auto") or speculation.draft_model is None or not prepares:
         return speculation
     placement, wanted = speculation.placement, speculation.draft_device
     if placement == "auto" and wanted is not None:

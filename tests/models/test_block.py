@@ -150,13 +150,33 @@ def test_what_does_not_fit_is_refused_with_the_reason(
         LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": block.path, "k": K})
 
 
+@pytest.mark.parametrize("k", [3, "auto"])
+def test_auto_chooses_between_plain_decoding_and_drafts(
+    make_model: Callable[[str], TestModel], tmp_path: Path, k: Any
+) -> None:
+    """A controller that drafts more than a block holds would verify what nobody has written."""
+    target = make_model("qwen3")
+    block = make_block(target, tmp_path / "block", block_size=4)
+    params = SamplingParams(max_new_tokens=60, temperature=1.0, seed=3, ignore_eos=True)
+    with LLM(target.path, device="cpu") as llm:
+        expected = llm.generate([TOKENS], params)[0].token_ids
+    with LLM(target.path, device="cpu", speculation={"mode": "auto", "draft": block.path, "k": k}) as llm:
+        found = llm.generate([TOKENS], params)[0]
+        assert set(llm.engine.metrics.mode_rounds) <= {"ar", "sd"}
+    assert found.token_ids == expected
+
+
 def test_other_uses_are_refused_with_the_reason(make_model: Callable[[str], TestModel], tmp_path: Path) -> None:
     target = make_model("qwen3")
     block = make_block(target, tmp_path / "block")
     with pytest.raises(UnsupportedModel, match="a block draft is no model"):
         LLM(block.path, device="cpu")
-    for options in ({"mode": "ssd"}, {"mode": "auto"}):
-        with pytest.raises(ConfigError, match='use mode="sd"'):
+    for options, words in (
+        ({"mode": "ssd"}, 'use mode="sd"'),
+        ({"mode": "auto", "budget": 4}, "has no option budget"),
+        ({"mode": "auto", "placement": "inline"}, "has no option placement"),
+    ):
+        with pytest.raises(ConfigError, match=words):
             LLM(target.path, device="cpu", speculation={"draft": block.path, "k": 3, **options})
     with pytest.raises(ConfigError, match="use the coupled rule"):
         LLM(
