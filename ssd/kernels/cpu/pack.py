@@ -145,8 +145,8 @@ class Packer:
         self._library.ssd_use_huge_pages(data.data_ptr(), data.nbytes)
         for first, (i, half) in itertools.product(range(0, panels, step), enumerate(halves)):
             rows = half[first * width : (first + step) * width, :depth]  # without what completes a group
-            rows = torch.nn.functional.pad(rows, (0, depth - rows.shape[1], 0, -len(rows) % width))
-            columns = rows.reshape(-1, width, depth)
+            missing = 0, depth - rows.shape[1], 0, -len(rows) % width
+            columns = (torch.nn.functional.pad(rows, missing) if any(missing) else rows).reshape(-1, width, depth)
             if four:
                 low, high = columns.chunk(2, 1)
                 columns = low | high << 4
