@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ssd.bench.record import HELP, Rows, record, spread, text
+from ssd.bench.record import HELP, Figure, Rows, record, spread, text
 from ssd.models import weight_folder
 
 PROMPT: Final = "The capital of France is a city that is known for its art, its food and its many"
@@ -77,16 +77,32 @@ def measured(file: Path, args: argparse.Namespace) -> Rows:
                 starts[name].append(start)
     rows: Rows = {}
     for name, each in starts.items():
-        columns = (each.s for each in each), (each.cpu_s for each in each)
-        row = rows[f"{file.stem}, {name}"] = dict(zip(("s", "CPU s"), (spread([*c], 2) for c in columns), strict=True))
-        for column, field in (("peak, MB", "peak"), ("in no file, MB", "in_no_file"), ("alone, MB", "alone")):
-            row[column] = round(statistics.median(getattr(start, field) for start in each))
-        row["alone / file"] = round(statistics.median(start.alone for start in each) * 1e6 / file.stat().st_size, 2)
-        for field in ("s", "cpu_s", "peak") if name != THEIRS and THEIRS in starts else ():
-            pairs = zip(each, starts[THEIRS], strict=True)
-            row[f"{field} / llama.cpp"] = round(statistics.median(getattr(a, field) / getattr(b, field) for a, b in pairs), 2)
-        print(f"{file.stem}, {name}:", "  ".join(f"{column} {text(figure)}" for column, figure in row.items()), flush=True)
+        row = rows[f"{file.stem}, {name}"] = _row(each, file)
+        if name != THEIRS and THEIRS in starts:
+            row |= _ratios(each, starts[THEIRS])
+        print(f"{file.stem}, {name}:", "  ".join(f"{column} {text(figure)}" for column, figure in row.items()))
     return rows
+
+
+def _row(starts: list[Start], file: Path) -> dict[str, Figure]:
+    s, cpu_s, peak, in_no_file, alone = zip(*starts, strict=True)
+    return {
+        "s": spread(s, 2),
+        "CPU s": spread(cpu_s, 2),
+        "peak, MB": round(statistics.median(peak)),
+        "in no file, MB": round(statistics.median(in_no_file)),
+        "alone, MB": round(statistics.median(alone)),
+        "alone / file": round(statistics.median(alone) * 1e6 / file.stat().st_size, 2),
+    }
+
+
+def _ratios(ours: list[Start], theirs: list[Start]) -> dict[str, Figure]:
+    names = {"s": "s / llama.cpp's", "cpu_s": "CPU s / llama.cpp's", "peak": "peak / llama.cpp's"}
+    pairs = list(zip(ours, theirs, strict=True))
+    return {
+        name: round(statistics.median(getattr(a, field) / getattr(b, field) for a, b in pairs), 2)
+        for field, name in names.items()
+    }
 
 
 def _ours(file: Path) -> list[str]:

@@ -22,17 +22,16 @@ _FOR_COMPILER: Final = "torch._meta_registrations"
 
 
 def import_llm() -> type[LLM]:
-    """The class LLM, with all that it imports. Later garbage collections leave that out."""
-    collecting = gc.isenabled()
-    gc.disable()  # a million objects are made, and none of them is garbage
-    try:
-        if "torch" not in sys.modules:
-            _import_torch()
-        from ssd.llm import LLM
-    finally:
+    """The class LLM, with all that it imports, which later garbage collections leave out."""
+    first = "torch" not in sys.modules  # else the process is somebody else's, too
+    if first:
+        gc.disable()  # a million objects are made, and none of them is garbage
+        _import_torch()
+    from ssd.llm import LLM
+
+    if first:
         gc.freeze()
-        if collecting:
-            gc.enable()
+        gc.enable()
     return LLM
 
 
@@ -57,7 +56,12 @@ class _RestOfTorch(MetaPathFinder):
         if name == _FOR_COMPILER:
             return None
         importlib.import_module(_FOR_COMPILER)
-        return ModuleSpec(name, _Imported()) if name in sys.modules else None
+        module = sys.modules.get(name)
+        if module is None:
+            return None
+        spec = ModuleSpec(name, _Imported(), is_package=hasattr(module, "__path__"))
+        module.__spec__ = spec  # which Python takes in place of what is returned
+        return spec
 
 
 class _Imported(Loader):

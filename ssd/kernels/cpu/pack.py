@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import functools
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -151,7 +151,8 @@ class Packer:
                 low, high = columns.chunk(2, 1)
                 columns = low | high << 4
             pieces = (columns ^ flipped).view(torch.int32 if together == 4 else torch.uint8)  # of one column each
-            data.view(pieces.dtype)[first * len(halves) + i :: len(halves)][: len(pieces), ..., 0] = pieces.transpose(1, 2)
+            own = data.view(pieces.dtype)[first * len(halves) + i :: len(halves)][: len(pieces), ..., 0]
+            own.copy_(pieces.transpose(1, 2))
         return data
 
     def _numbers(self, numbers: list[Tensor], gated: bool) -> Tensor:
