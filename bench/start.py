@@ -8,7 +8,7 @@ llama.cpp. Files are in the page cache.
 
 A process is stopped when the first byte of its answer is there, and asked for its CPU time, how much of it was resident
 at most, and how much of it is now in no file. "alone" is what no other process has, while one of the same kind is kept:
-what a second process of a model costs. Ratios are medians of the turns' ratios.
+what a second process of a model costs. Ratios are of the least times: other processes only add to them.
 """
 
 from __future__ import annotations
@@ -98,11 +98,8 @@ def _row(starts: list[Start], file: Path) -> dict[str, Figure]:
 
 def _ratios(ours: list[Start], theirs: list[Start]) -> dict[str, Figure]:
     names = {"s": "s / llama.cpp's", "cpu_s": "CPU s / llama.cpp's", "peak": "peak / llama.cpp's"}
-    pairs = list(zip(ours, theirs, strict=True))
-    return {
-        name: round(statistics.median(getattr(a, field) / getattr(b, field) for a, b in pairs), 2)
-        for field, name in names.items()
-    }
+    least = {field: [min(getattr(start, field) for start in starts) for starts in (ours, theirs)] for field in names}
+    return {name: round(least[field][0] / least[field][1], 2) for field, name in names.items()}
 
 
 def _ours(file: Path) -> list[str]:
