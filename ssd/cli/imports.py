@@ -50,7 +50,7 @@ class _RestOfTorch(MetaPathFinder):
     """Asked for the first module of torch that is not there yet: imports the rest before it, in torch's own order."""
 
     def find_spec(self, name: str, path: Seq[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if not name.startswith("torch."):
+        if not name.startswith("torch.") or self not in sys.meta_path:  # another thread was first
             return None
         sys.meta_path.remove(self)
         if name == _FOR_COMPILER:

@@ -130,9 +130,10 @@ def _serve_engine(
 ) -> None:
     with ExitStack() as stack:
         with stages(f"loading {model}", lines=True):
-            llm = stack.enter_context(import_llm()(model, **engine))
+            LLM = import_llm()  # noqa: N806 (a class)
             from ssd.server.app import create_app
 
+            llm = stack.enter_context(LLM(model, **engine))
             app = create_app(llm, options)
         print_note(llm.note)
         _run(app, sockets, [*_summary(llm.config), *addresses])
