@@ -130,7 +130,7 @@ def _serve_engine(
 ) -> None:
     with ExitStack() as stack:
         with stages(f"loading {model}", lines=True):
-            LLM = import_llm()  # noqa: N806 (a class)
+            LLM = import_llm()
             from ssd.server.app import create_app
 
             llm = stack.enter_context(LLM(model, **engine))
