@@ -16,6 +16,7 @@ from ssd.config import EngineConfig
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import DeviceBlockTables, SequenceState
 from ssd.kernels.cpu.kernels import trim_heap
+from ssd.kernels.cpu.threads import num_threads, use_threads
 from ssd.kernels.device import kernels, name_of
 from ssd.layers.formats import FormatOf
 from ssd.layers.formats.rounded import rounded
@@ -92,7 +93,9 @@ def load_decoder(
     mapped = kept is not None and kept.restore()
     if not mapped:
         weights = _reported(f"{name}{form}", _weights(checkpoint, decoder), len(decoder.shapes()))
-        with nullcontext(lambda _: None) if kept is None else kept.filling() as complete:
+        # Torch's operators, which are small, get one thread: several wait for each other on a core that is not free.
+        alone = use_threads(num_threads()) if device.type == "cpu" else nullcontext()
+        with alone, nullcontext(lambda _: None) if kept is None else kept.filling() as complete:
             decoder.load(weights, complete)
     if decoder.quantized and device.type == "cuda":
         torch.cuda.empty_cache()  # the weights as they were before: memory for KV

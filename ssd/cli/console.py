@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ssd.bench.answers import Progress
+from ssd.cli.imports import import_llm
 from ssd.config import EngineConfig
 from ssd.core import RequestMetrics, SamplingParams
 from ssd.errors import ConfigError, SSDError
@@ -63,9 +64,7 @@ def load(model: str, engine: Mapping[str, Any]) -> LLM:
     """Loads a model, with a spinner. `engine`: options of EngineConfig."""
     follow(engine)
     with stages(f"loading {model}"):
-        from ssd.llm import LLM
-
-        return LLM(model, **engine)
+        return import_llm()(model, **engine)
 
 
 class _Stages(logging.Handler):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from ssd.cli.console import errors, follow, print_note, stages
+from ssd.cli.imports import import_llm
 from ssd.cli.options import MODEL, PANELS, Flags, Given, command, flag_of
 from ssd.cli.server_file import ServerFile, flat, in_folder, served_models
 from ssd.config import EngineConfig
@@ -129,7 +130,7 @@ def _serve_engine(
 ) -> None:
     with ExitStack() as stack:
         with stages(f"loading {model}", lines=True):
-            from ssd.llm import LLM
+            LLM = import_llm()
             from ssd.server.app import create_app
 
             llm = stack.enter_context(LLM(model, **engine))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -142,16 +143,16 @@ class Packer:
             device=_CPU,
         )
         self._library.ssd_use_huge_pages(data.data_ptr(), data.nbytes)
-        for first in range(0, panels, step):
-            own = torch.cat([half[first * width : (first + step) * width] for half in halves])
-            own = torch.nn.functional.pad(own, (0, depth - own.shape[1]))  # cuts off whole groups
-            values = self._panels(own, gated)
+        for first, (i, half) in itertools.product(range(0, panels, step), enumerate(halves)):
+            rows = half[first * width : (first + step) * width, :depth]  # without what completes a group
+            missing = 0, depth - rows.shape[1], 0, -len(rows) % width
+            columns = (torch.nn.functional.pad(rows, missing) if any(missing) else rows).reshape(-1, width, depth)
             if four:
-                low, high = values.chunk(2, 2)
-                values = low | high << 4
-            values = values ^ flipped
-            values = values.reshape(len(values), -1, together, values.shape[2]).transpose(2, 3)
-            data[first * len(halves) :][: len(values)] = values
+                low, high = columns.chunk(2, 1)
+                columns = low | high << 4
+            pieces = (columns ^ flipped).view(torch.int32 if together == 4 else torch.uint8)  # of one column each
+            own = data.view(pieces.dtype)[first * len(halves) + i :: len(halves)][: len(pieces), ..., 0]
+            own.copy_(pieces.transpose(1, 2))
         return data
 
     def _numbers(self, numbers: list[Tensor], gated: bool) -> Tensor:

@@ -97,15 +97,17 @@ def _number(blocks: torch.Tensor, at: int, integers: torch.Tensor | None = None)
 
 def _fields(stored: torch.Tensor, bits: int, run: int) -> torch.Tensor:
     """Integers of `bits` bits: the lowest bits of `run` bytes, then the next bits of the same bytes, and so on."""
-    shifts = range(0, 8, bits)
-    runs = stored.reshape(*stored.shape[:2], -1, 1, run)
-    return torch.cat([runs >> shift & (1 << bits) - 1 for shift in shifts], 3).flatten(2)
+    words = stored.clone(memory_format=torch.contiguous_format).view(torch.int64)  # 8 bytes at a time
+    mask = int.from_bytes(bytes([(1 << bits) - 1] * 8))
+    runs = words.view(*stored.shape[:2], -1, 1, run // 8)
+    return torch.cat([runs >> shift & mask for shift in range(0, 8, bits)], 3).view(torch.uint8).flatten(2)
 
 
 def _fifth_bits(stored: torch.Tensor) -> torch.Tensor:
     """Bit i % 8 of byte i // 8 for weight i, in its place above four others."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=stored.device)
-    return (stored[..., None] >> shifts & 1).flatten(2) << 4
+    numbers = torch.arange(256, device=stored.device)[:, None]
+    of_byte = (numbers >> torch.arange(8, device=stored.device) & 1).byte() << 4
+    return of_byte.view(torch.int64)[:, 0][stored.int()].view(torch.uint8).flatten(2)
 
 
 def _k_scales(blocks: torch.Tensor) -> tuple[Numbers, Numbers]:
