@@ -14,6 +14,7 @@ from conftest import TestModel
 from safetensors.torch import save_file
 
 Layout = Literal["dflash", "deepspec", "speculators"]
+TAPS, GROUP, CANDIDATES = 3, 8, 5  # of DFlash 2
 Markov = Literal["", "vanilla", "gated", "rnn"]
 EPS, THETA, HEADS, KV_HEADS, DIM = 1e-6, 5000.0, 4, 2, 32
 
@@ -29,6 +30,8 @@ class Block:
     mask: int
     anchored: bool
     markov: Markov
+    second: bool = False  # DFlash 2
+    softcap: float = 0.0
     num_layers: int = 2
 
     def draft(self, tokens: Seq[int], count: int) -> tuple[list[int], list[torch.Tensor]]:
@@ -45,6 +48,8 @@ class Block:
         state = torch.zeros(w["markov_head.markov_w1.weight"].shape[1] if self.markov else 0)
         for h in states:
             logits = F.linear(h, head)
+            if self.second:
+                logits = self._selected(self.softcap * (logits / self.softcap).tanh(), before, h)
             if self.markov:
                 bias, state = self._bias(before, h, state)
                 logits = logits + bias
@@ -55,6 +60,25 @@ class Block:
             before = int(logits.argmax())
             written.append(before)
         return written, found
+
+    def _selected(self, logits: torch.Tensor, before: int, h: torch.Tensor) -> torch.Tensor:
+        w, p = self.weights, "candidate_selector."
+        wanted = w[p + "predecessor_codebook.weight"][before] * F.linear(h, w[p + "hidden_projection.weight"])
+        values, found = logits.topk(CANDIDATES)
+        scores = values + w[p + "successor_codebook.weight"][found] @ wanted
+        return torch.full_like(logits, -torch.inf).index_copy(0, found, scores)
+
+    def _convolved(self, name: str, x: torch.Tensor, of: torch.Tensor, place: int) -> torch.Tensor:
+        """`of`: the sublayer's normed input, which says how the taps change."""
+        if not self.second:
+            return x
+        base = self.weights[f"{name}.base_kernel"][place]
+        change = F.linear(of, self.weights[f"{name}.kernel_projection.weight"]).view(len(x), 2, TAPS, -1)[:, place]
+        out = torch.zeros_like(x)
+        for i in range(len(x)):
+            for t in range(min(TAPS, i + 1)):
+                out[i] += (base[t] + change[i, t].repeat_interleave(GROUP)) * x[i - t]
+        return out
 
     def _bias(self, before: int, h: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         w, p = self.weights, "markov_head."
@@ -78,7 +102,8 @@ class Block:
     def _layer(self, p: str, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         """Queries of the block; keys and values of the context, which no norm precedes, and of the block."""
         w, begin = self.weights, len(context)
-        normed = _norm(x, w[p + "input_layernorm.weight"])
+        before = _norm(x, w[p + "input_layernorm.weight"])
+        normed = self._convolved(p + "attention_conv", before, before, 0)
         q = F.linear(normed, w[p + "self_attn.q_proj.weight"])
         k, v = (F.linear(torch.cat((context, normed)), w[f"{p}self_attn.{each}_proj.weight"]) for each in "kv")
         q, k, v = (part.view(len(part), -1, DIM).transpose(0, 1) for part in (q, k, v))
@@ -86,10 +111,13 @@ class Block:
         k = _rotate(_norm(k, w[p + "self_attn.k_norm.weight"]), 0)
         k, v = (part.repeat_interleave(HEADS // KV_HEADS, dim=0) for part in (k, v))
         seen = F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
-        x = x + F.linear(seen.transpose(0, 1).flatten(1), w[p + "self_attn.o_proj.weight"])
-        normed = _norm(x, w[p + "post_attention_layernorm.weight"])
+        out = F.linear(seen.transpose(0, 1).flatten(1), w[p + "self_attn.o_proj.weight"])
+        x = x + self._convolved(p + "attention_conv", out, before, 1)
+        before = _norm(x, w[p + "post_attention_layernorm.weight"])
+        normed = self._convolved(p + "mlp_conv", before, before, 0)
         gate, up = (F.linear(normed, w[f"{p}mlp.{each}_proj.weight"]) for each in ("gate", "up"))
-        return x + F.linear(F.silu(gate) * up, w[p + "mlp.down_proj.weight"])
+        out = F.linear(F.silu(gate) * up, w[p + "mlp.down_proj.weight"])
+        return x + self._convolved(p + "mlp_conv", out, before, 1)
 
 
 def _rotate(x: torch.Tensor, first: int) -> torch.Tensor:
@@ -113,6 +141,7 @@ def make_block(
     markov: Markov = "",
     draft_vocab: int | None = None,
     anchored: bool | None = None,
+    second: bool = False,
     changes: dict[str, Any] | None = None,
 ) -> Block:
     """Writes a random block draft for a target of three layers or more; `changes`: to its config.json."""
@@ -149,8 +178,18 @@ def make_block(
     if markov in ("gated", "rnn"):
         name, out, into = ("gate", rank, rank + width) if markov == "gated" else ("joint", 3 * rank, 2 * rank + width)
         weights |= {f"markov_head.{name}_proj.weight": randn(out, into), f"markov_head.{name}_proj.bias": randn(out)}
+    if second:
+        p = "candidate_selector."
+        weights |= {
+            p + "predecessor_codebook.weight": randn(vocab, rank),
+            p + "hidden_projection.weight": randn(rank, width),
+        }
+        weights |= {p + "successor_codebook.weight": randn(vocab, rank)}
+        for name in (f"layers.{i}.{part}_conv" for i in range(Block.num_layers) for part in ("attention", "mlp")):
+            weights[f"{name}.base_kernel"] = randn(2, TAPS, width, around=0.3)
+            weights[f"{name}.kernel_projection.weight"] = 0.2 * randn(2 * TAPS * width // GROUP, width)
     follows = layout == "deepspec" or bool(markov) if anchored is None else anchored
-    block = Block(str(path), weights, target.reference, layers, vocab - 1, follows, markov)
+    block = Block(str(path), weights, target.reference, layers, vocab - 1, follows, markov, second, 30.0)
     _write(block, layout, block_size, mlp, rank, changes or {})
     return block
 
@@ -176,7 +215,9 @@ def _write(block: Block, layout: Layout, size: int, mlp: int, rank: int, changes
     config: dict[str, Any]
     if layout == "dflash":
         own = {"mask_token_id": block.mask, "target_layer_ids": outputs}
-        config = layer | {"architectures": ["DFlashDraftModel"], "block_size": size, "dflash_config": own}
+        own |= _second(block, rank) if block.second else {}
+        name = "DFlash2DraftModel" if block.second else "DFlashDraftModel"
+        config = layer | {"architectures": [name], "block_size": size, "dflash_config": own}
         config["num_target_layers"] = model.num_hidden_layers
     elif layout == "deepspec":
         config = layer | {"architectures": ["Qwen3DSparkModel"], "block_size": size, "target_layer_ids": outputs}
@@ -187,7 +228,7 @@ def _write(block: Block, layout: Layout, size: int, mlp: int, rank: int, changes
         weights["confidence_head.proj.weight"] = torch.zeros(1, width + rank)
         weights["confidence_head.proj.bias"] = torch.zeros(1)
     else:
-        kind = "dspark" if block.markov else "dflash"
+        kind = "dspark" if block.markov else "dflash2" if block.second else "dflash"
         config = {
             "architectures": ["Speculator"],
             "speculators_model_type": kind,
@@ -198,8 +239,14 @@ def _write(block: Block, layout: Layout, size: int, mlp: int, rank: int, changes
             "sample_from_anchor": block.anchored,
             "draft_vocab_size": len(weights["d2t"]) if "d2t" in weights else model.vocab_size,
             **markov,
+            **(_second(block, rank) if block.second else {}),
         }
     path = Path(block.path)
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path / "model.safetensors")
+
+
+def _second(block: Block, rank: int) -> dict[str, Any]:
+    sizes = {"conv_kernel_size": TAPS, "conv_group_size": GROUP, "selector_rank": rank, "selector_top_k": CANDIDATES}
+    return sizes | {"final_logit_softcapping": block.softcap}

@@ -83,17 +83,18 @@ class BlockRunner(DraftRunner):
             n, draft, buffers = shape.sequences, self.draft, self.buffers
             first, slots = buffers.inputs(branches=False).first[:n], buffers.inputs(branches=False).slots(n)
             queries = draft.block.queries(count)
-            states = draft.states(self._batch(n, count), self.kv).view(n, queries, -1)[:, queries - count :]
+            states = draft.states(self._batch(n, count), self.kv, queries).view(n, queries, -1)[:, queries - count :]
             logits = draft.logits(states.flatten(0, 1))
-            if draft.markov is None:
+            walk = draft.walk
+            if walk is None:
                 positions = first[:, None] + 1 + self._places[:count]
                 rows = Rows(slots.repeat_interleave(count), positions.flatten())
                 self.choice.choose_all(shape, self._in_target(logits), rows)
                 return
-            draft.markov.begin()
+            walk.begin()
             tokens, logits = buffers.inputs(branches=False).tokens[:n, 0], logits.view(n, count, -1)
             for j in range(count):
-                own = logits[:, j] + draft.markov.bias(tokens.contiguous(), states[:, j].contiguous())
+                own = walk.logits(logits[:, j], tokens.contiguous(), states[:, j].contiguous())
                 self.choice.choose(shape, j, self._in_target(own), Rows(slots, first + (j + 1)))
                 tokens = buffers.chain[:n, j]
 

@@ -26,6 +26,8 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"layout": "speculators", "markov": "rnn"}),
     ("qwen3", {"layout": "speculators", "draft_vocab": 200}),
     ("llama-tied", {"layout": "speculators", "draft_vocab": 200, "markov": "vanilla", "anchored": False}),
+    ("qwen3", {"layout": "dflash", "second": True}),
+    ("llama-tied", {"layout": "speculators", "second": True}),
 ]
 
 
@@ -61,7 +63,7 @@ def test_drafts_are_those_of_a_plain_implementation(
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "options"), [KINDS[0], KINDS[4], KINDS[6]])
+@pytest.mark.parametrize(("kind", "options"), [KINDS[0], KINDS[4], KINDS[6], KINDS[7]])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_texts_are_those_of_plain_decoding(
     make_model: Callable[[str], TestModel], tmp_path: Path, kind: str, options: dict[str, Any], temperature: float
@@ -92,13 +94,14 @@ def test_texts_are_those_of_plain_decoding(
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("options", [{"layout": "deepspec", "markov": "vanilla"}, {"second": True}])
 def test_each_draft_is_that_of_the_text_before_it(
-    make_model: Callable[[str], TestModel], tmp_path: Path, rate: float
+    make_model: Callable[[str], TestModel], tmp_path: Path, rate: float, options: dict[str, Any]
 ) -> None:
     """Catches features, positions or KV that are those of rejected tokens, or of an earlier draft: acceptance is drawn,
     and every draft is the plain implementation's for the text at that point."""
     target = make_model("qwen3")
-    block = make_block(target, tmp_path / "block", markov="vanilla", layout="deepspec")
+    block = make_block(target, tmp_path / "block", **options)
     params = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)
     drafts: list[tuple[list[int], tuple[int, ...]]] = []
     with LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": block.path, "k": K}) as llm:
@@ -136,7 +139,10 @@ def test_each_draft_is_that_of_the_text_before_it(
         ({"block_size": 1}, "writes nothing"),
         ({"block_size": 4}, "writes at most 3 tokens: lower k"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
-        ({"architectures": ["DFlash2DraftModel"]}, "DFlash 2"),
+        ({"architectures": ["DFlash2DraftModel"]}, "lacks 11 tensors"),
+        ({"architectures": ["DFlash2DraftModel"], "conv_group_size": 7}, "conv_group_size=7 does not divide"),
+        ({"architectures": ["DFlash2DraftModel"], "input_embedding_scale": 2}, "input_embedding_scale=2"),
+        ({"architectures": ["DFlash2DraftModel"], "draft_vocab_size": 9}, "has the target's vocabulary"),
         ({"num_hidden_layers": 3}, "lacks 11 tensors"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
