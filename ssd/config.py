@@ -62,7 +62,8 @@ class SpeculationConfig:
     )
     draft: str | Proposer | None = option(
         None,
-        "A small model with the same tokenizer, an EAGLE-3 head of the model, or (not ssd) 'ngram': n-gram look-up.",
+        "A small model with the same tokenizer, an EAGLE-3 head of the model, (not ssd) a block draft of it, DFlash or "
+        "DSpark, or (not ssd) 'ngram': n-gram look-up.",
         expects=f"a model, {NGRAM!r}, or an object with a method propose(sequences, k)",
     )
     k: int | Literal["auto"] = option(
@@ -159,7 +160,7 @@ class SpeculationConfig:
             raise ConfigError("speculation fan_out_hit and fan_out_miss belong together: give both, or neither")
 
     def _check_together(self) -> None:
-        changed = {f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default} - {"mode"}
+        changed = self._changed
         if self.mode == "ar" and changed:
             mode = "ssd" if changed & _OF_SSD else "sd"
             raise ConfigError(
@@ -169,7 +170,7 @@ class SpeculationConfig:
             raise ConfigError(f'speculation mode="{self.mode}" needs a draft: name a model, or (not ssd) {NGRAM!r}')
         modelless = self.draft is not None and self.draft_model is None
         plain = self.mode == "sd" or (self.mode == "auto" and modelless)
-        if plain and (ahead := sorted(changed & _OF_SSD)):
+        if plain and (ahead := self.options_of_ssd):
             which, other = f'mode="{self.mode}"', ', or use mode="ssd"'
             if modelless:
                 which, other = f"draft={self.draft!r}", ""
@@ -202,6 +203,15 @@ class SpeculationConfig:
             raise ConfigError('speculation saguaro_c is for acceptance="rejection": leave it out, or use that rule')
         if self.fan_out_hit is not None and self.fan_out != "adaptive":
             raise ConfigError("speculation fan_out and fan_out_hit/fan_out_miss are two ways to say it: leave one out")
+
+    @property
+    def _changed(self) -> set[str]:
+        return {f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default} - {"mode"}
+
+    @property
+    def options_of_ssd(self) -> list[str]:
+        """Names of the options of mode="ssd" that are given."""
+        return sorted(self._changed & _OF_SSD)
 
     @property
     def draft_model(self) -> str | None:

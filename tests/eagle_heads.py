@@ -30,6 +30,7 @@ class Head:
     theta: float
     eps: float
     norm_before_residual: bool
+    norm_output: bool = False
     known: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # by the tokens: a target takes its time
 
     def features(self, tokens: Seq[int]) -> torch.Tensor:
@@ -49,9 +50,19 @@ class Head:
 
     def fused(self, tokens: Seq[int]) -> torch.Tensor:
         if (found := self.known.get(tuple(tokens))) is None:
-            found = F.linear(self.features(tokens), self.weights["fc.weight"], self.weights.get("fc.bias"))
+            found = F.linear(
+                self._normed(self.features(tokens)), self.weights["fc.weight"], self.weights.get("fc.bias")
+            )
             self.known[tuple(tokens)] = found
         return found
+
+    def _normed(self, features: torch.Tensor) -> torch.Tensor:
+        if (weight := self.weights.get("input_norm.weight")) is not None:
+            return _norm(features, weight, self.eps)
+        if "fc_norm.0.weight" not in self.weights:
+            return features
+        parts = enumerate(features.chunk(3, dim=1))
+        return torch.cat([_norm(part, self.weights[f"fc_norm.{i}.weight"], self.eps) for i, part in parts], dim=1)
 
     def draft(
         self,
@@ -70,15 +81,16 @@ class Head:
         hidden = self.fused(tokens[:-1])
         logits, states = [], []
         for _ in range(count):
-            out = self._layer([*tokens, *written][1:], hidden)
-            states.append(out[-1])
-            small = F.linear(_norm(out[-1], w["norm.weight"], self.eps), w["lm_head.weight"])
+            out = self._layer([*tokens, *written][1:], hidden)[-1]
+            normed = _norm(out, w["norm.weight"], self.eps)
+            states.append(normed if self.norm_output else out)
+            small = F.linear(normed, w["lm_head.weight"])
             full = torch.full((w["t2d"].numel(),), -torch.inf)
             full[torch.arange(len(small)) + w["d2t"]] = small
             logits.append(full)
             best = int(full.argmax()) if allowed is None else max(allowed, key=full.tolist().__getitem__)
             written.append(forced[len(written)] if len(written) < len(forced) else best)
-            own = out[-1] if len(written) > len(given) else given[len(written) - 1]
+            own = states[-1] if len(written) > len(given) else given[len(written) - 1]
             hidden = torch.cat((hidden, own[None]))
         return written, logits, states
 
@@ -121,6 +133,8 @@ def make_head(
     norm_before_residual: bool = False,
     fc_bias: bool = False,
     own_embedding: bool = False,
+    norms: Literal["", "norm_before_fc", "fc_norm"] = "",
+    norm_output: bool = False,
     changes: dict[str, Any] | None = None,
 ) -> Head:
     """Writes a random head for a target of three layers or more; `changes`: to its config.json."""
@@ -148,13 +162,19 @@ def make_head(
     }
     if fc_bias:
         weights["fc.bias"] = randn(width)
+    if norms == "norm_before_fc":
+        weights["input_norm.weight"] = randn(3 * model.hidden_size, around=1.0)
+    if norms == "fc_norm":
+        weights |= {f"fc_norm.{i}.weight": randn(model.hidden_size, around=1.0) for i in range(3)}
     if own_embedding:
         weights["embed_tokens.weight"] = randn(model.vocab_size, width)
     ids = torch.randperm(model.vocab_size, generator=generator)[:draft_vocab].sort().values
     weights["d2t"] = ids - torch.arange(draft_vocab)
     weights["t2d"] = torch.zeros(model.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
-    head = Head(str(path), weights, target.reference, layers, heads, kv_heads, 5000.0, 1e-5, norm_before_residual)
-    return _write(head, layout, mlp, dim, changes or {})
+    flags = norm_before_residual, norm_output
+    head = Head(str(path), weights, target.reference, layers, heads, kv_heads, 5000.0, 1e-5, *flags)
+    own = dict.fromkeys([norms] if norms else [], True) | ({"norm_output": True} if norm_output else {})
+    return _write(head, layout, mlp, dim, own | (changes or {}))
 
 
 def make_tiny_head(path: Path) -> Head:

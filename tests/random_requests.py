@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from block_drafts import make_block
 from conftest import VOCAB, TestModel
 from eagle_heads import make_head
 
@@ -203,7 +204,8 @@ class VerifiedDrafts(RoundObserver):
 
 @dataclass(frozen=True)
 class Models:
-    """Paths of a target and of drafts for it: a noisy copy, itself, a model of its own, and a random EAGLE head."""
+    """Paths of a target and of drafts for it: a noisy copy, itself, a model of its own, a random EAGLE head, and a
+    random block draft."""
 
     target: str
     drafts: dict[str, str]
@@ -219,5 +221,7 @@ def make_models(make_model: Callable[[str], TestModel], path: Path, kind: str = 
     shutil.copy(Path(target.path) / "tokenizer.json", path)
     stranger = make_model("qwen3" if kind == "qwen2" else "qwen2")
     head = make_head(target, path / "head")
+    block = make_block(target, path / "block", "deepspec", block_size=16, markov="gated")
     drafts = {"noisy": str(path), "self": target.path, "stranger": stranger.path, "head": head.path}
+    drafts["block"] = block.path
     return Models(target.path, drafts)

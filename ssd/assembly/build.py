@@ -27,14 +27,15 @@ from ssd.decoding.round import Round
 from ssd.engine.engine import Engine
 from ssd.engine.scheduler import Scheduler
 from ssd.errors import ConfigError, EngineFailed, NotEnoughMemory
-from ssd.execution.features import Features
+from ssd.execution.features import features_of
 from ssd.execution.runner import ModelRunner
 from ssd.execution.target import Target
 from ssd.kernels.triton import compile as compiling
 from ssd.kv.blocks import BlockPool
+from ssd.models.block import BlockCheckpoint
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.decoder import check_split
-from ssd.models.eagle import EagleCheckpoint, EagleHead
+from ssd.models.feature_draft import FeatureCheckpoint, FeatureDraft
 from ssd.parallel.launch import local_size
 from ssd.text.tokenizer import Tokenizer
 
@@ -60,7 +61,8 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     speculation = placed(
         config.speculation,
         device,
-        head=isinstance(draft, EagleCheckpoint),
+        head=isinstance(draft, FeatureCheckpoint),
+        prepares=not isinstance(draft, BlockCheckpoint),
         ranks=local_size(config.tensor_parallel_size),
     )
     speculation = sized(speculation, draft, device)
@@ -92,7 +94,7 @@ def _for_ranks(config: EngineConfig) -> EngineConfig:
 def _assemble(
     config: EngineConfig,
     checkpoint: Checkpoint,
-    draft: Checkpoint | EagleCheckpoint | None,
+    draft: Checkpoint | FeatureCheckpoint | None,
     tokenizer: Tokenizer,
     device: torch.device,
     ranks: Ranks | None,
@@ -123,7 +125,7 @@ def _assemble(
         windows=[group.window for group in runner.decoder.kv_groups],
         most_new=MAX_IN_FLIGHT * max_tokens,
         prefix_caching=config.prefix_caching,
-        recomputed=0 if runner.features is None else 1,
+        recomputed=0 if runner.features is None else runner.features.recomputed,
     )
     scheduler = Scheduler(
         pool,
@@ -190,7 +192,7 @@ def _log_groups(config: EngineConfig, runner: ModelRunner) -> None:
 def build_runners(
     config: EngineConfig,
     checkpoint: Checkpoint,
-    draft: Checkpoint | EagleCheckpoint | None,
+    draft: Checkpoint | FeatureCheckpoint | None,
     device: torch.device,
     place: Place,
 ) -> tuple[ModelRunner, ModelRunner | None, int]:
@@ -209,9 +211,9 @@ def build_runners(
     if draft is None:
         return runner, None, limit
     head = models[1].decoder
-    own = make_runner(config, models[1], state, num_blocks, runner.tables if isinstance(head, EagleHead) else None)
-    if isinstance(head, EagleHead):
-        runner.features = Features(head, own.kv, state)
+    own = make_runner(config, models[1], state, num_blocks, runner.tables if isinstance(head, FeatureDraft) else None)
+    if isinstance(head, FeatureDraft):
+        runner.features = features_of(head, own.kv, state)
     return runner, own, limit
 
 

@@ -7,16 +7,17 @@ import torch
 from ssd.assembly.device import kv_block_size
 from ssd.assembly.memory import Loaded
 from ssd.assembly.models import load_decoder
-from ssd.assembly.open import open_checkpoint, open_eagle
+from ssd.assembly.open import open_block, open_checkpoint, open_eagle
 from ssd.assembly.placement import prepares_here
 from ssd.config import NGRAM, EngineConfig, SpeculationConfig
 from ssd.drafting.eagle import private_blocks
 from ssd.drafting.shapes import RunShapes, widths_up_to
 from ssd.errors import ConfigError
 from ssd.execution.state import SequenceState
+from ssd.models.block import BlockCheckpoint
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.decoder import Decoder
-from ssd.models.eagle import EagleCheckpoint
+from ssd.models.feature_draft import FeatureCheckpoint
 from ssd.parallel.tensor import TensorParallel
 from ssd.text.tokenizer import Tokenizer
 
@@ -25,13 +26,16 @@ _MAX_BRANCHES = 256  # of a whole batch
 
 def open_draft(
     speculation: SpeculationConfig, target: Checkpoint, tokenizer: Tokenizer
-) -> Checkpoint | EagleCheckpoint | None:
+) -> Checkpoint | FeatureCheckpoint | None:
     """The checkpoint of the draft model or head, or None; ConfigError if it does not fit the target."""
     if speculation.draft_model is None:
         return None
     head = open_eagle(speculation.draft_model)
     if head is not None:
         return head.for_target(target)
+    block = open_block(speculation.draft_model)
+    if block is not None:
+        return _checked(block.for_target(target), speculation)
     checkpoint = open_checkpoint(speculation.draft_model, "speculation draft")
     difference = tokenizer.difference(checkpoint.tokenizer())
     if difference is not None:
@@ -42,16 +46,30 @@ def open_draft(
     return checkpoint
 
 
+def _checked(block: BlockCheckpoint, speculation: SpeculationConfig) -> BlockCheckpoint:
+    """ConfigError for options that a block draft cannot have."""
+    draft, most = f"speculation draft={speculation.draft!r}: a block draft", block.config.most_drafted
+    if speculation.mode == "ssd":
+        raise ConfigError(f'{draft} writes a whole draft in one pass, and nothing is prepared: use mode="sd"')
+    if speculation.options_of_ssd:
+        raise ConfigError(f"{draft} has no option {', '.join(speculation.options_of_ssd)}: leave it out")
+    if speculation.acceptance != "coupled":
+        raise ConfigError(f'{draft} has no acceptance="rejection": use the coupled rule')
+    if speculation.k != "auto" and speculation.k > most:
+        raise ConfigError(f"{draft} of block_size={block.config.block_size} writes at most {most} tokens: lower k")
+    return block
+
+
 def load_draft(
     config: EngineConfig,
-    draft: Checkpoint | EagleCheckpoint,
+    draft: Checkpoint | FeatureCheckpoint,
     state: SequenceState,
     limit: int,
     target: Decoder | None = None,
     tp: TensorParallel = TensorParallel(),  # noqa: B008 (frozen)
 ) -> Loaded:
     """Loads the draft model or head. Its batches read K + 1 tokens per sequence, and its positions go K + 1 further."""
-    shapes, head = run_shapes(config, state.device), isinstance(draft, EagleCheckpoint)
+    shapes, head = run_shapes(config, state.device), isinstance(draft, FeatureCheckpoint)
     scratch = shapes.scratch_slots
     if head and shapes.max_width:
         size = kv_block_size(config, state.device)

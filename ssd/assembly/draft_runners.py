@@ -9,12 +9,13 @@ from ssd.assembly.draft_models import run_shapes
 from ssd.assembly.sharing import share_gpu
 from ssd.assembly.warm_up import warm_up
 from ssd.config import EngineConfig, SpeculationConfig
+from ssd.drafting.block import BlockModel, BlockRunner
 from ssd.drafting.eagle import EagleModel, EagleRunner
 from ssd.drafting.fan_out import Adaptive, FanOut, Geometric, Listed, Share
 from ssd.drafting.model import DraftModel, DraftSource
 from ssd.drafting.runner import DraftRunner
 from ssd.drafting.ssd import SSDDrafter
-from ssd.execution.features import Features
+from ssd.execution.features import EagleFeatures, Features
 from ssd.execution.graphs import row_buckets
 from ssd.execution.runner import ModelRunner
 from ssd.options import is_int
@@ -43,12 +44,23 @@ def make_draft_model(
     )
 
 
-def make_eagle_model(config: EngineConfig, runner: ModelRunner, features: Features) -> EagleModel:
+def make_feature_model(config: EngineConfig, runner: ModelRunner, features: Features) -> DraftSource:
+    """Of a draft on the target's features."""
+    if not isinstance(features, EagleFeatures):
+        return _block_model(config, runner)
     head = EagleRunner(runner, features, run_shapes(config, runner.decoder.device), **_options(config))
     if head.on_cuda:
         usual = row_buckets(config.max_num_seqs), make_fan_out(config.speculation)
         warm_up("head", [lambda: head.rehearse(*usual)], [] if config.eager else [lambda: head.capture(*usual)])
     return EagleModel(head)
+
+
+def _block_model(config: EngineConfig, runner: ModelRunner) -> BlockModel:
+    block = BlockRunner(runner, run_shapes(config, runner.decoder.device), graphs=not config.eager)
+    if block.on_cuda:
+        usual = row_buckets(config.max_num_seqs), make_fan_out(config.speculation)
+        warm_up("draft", [lambda: block.rehearse(*usual)], [] if config.eager else [lambda: block.capture(*usual)])
+    return BlockModel(block)
 
 
 def _options(config: EngineConfig) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ssd.assembly.cores import least_seconds
-from ssd.assembly.draft_runners import make_draft_model, make_eagle_model, make_fan_out, ssd_drafter
+from ssd.assembly.draft_runners import make_draft_model, make_fan_out, make_feature_model, ssd_drafter
 from ssd.assembly.draft_workers import await_workers, start_workers
 from ssd.assembly.placement import prepares_here
 from ssd.config import EngineConfig, SpeculationConfig
@@ -27,7 +27,7 @@ def make_drafter(config: EngineConfig, runner: ModelRunner | None, target: Model
     speculation = config.speculation
     model: DraftSource | None = None
     if runner is not None and target.features is not None:
-        model = make_eagle_model(config, runner, target.features)
+        model = make_feature_model(config, runner, target.features)
     elif runner is not None:
         model = make_draft_model(config, runner, make_fan_out(speculation), target)
     workers = start_workers(config, target.state) if speculation.placement == "process" else None

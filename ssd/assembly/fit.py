@@ -27,7 +27,7 @@ from ssd.layers.formats import FormatOf
 from ssd.layers.formats.rounded import rounded
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.config import DecoderConfig
-from ssd.models.eagle import EagleCheckpoint
+from ssd.models.feature_draft import FeatureCheckpoint
 
 
 class Model(NamedTuple):
@@ -38,7 +38,7 @@ class Model(NamedTuple):
     format_of: FormatOf
 
 
-def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint | EagleCheckpoint], device: torch.device) -> None:
+def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint | FeatureCheckpoint], device: torch.device) -> None:
     """NotEnoughMemory, with what would fit, if the models (the target first) are too large for what is free.
 
     Counts what is certain to be needed; activations and scratch come on top.
@@ -76,7 +76,7 @@ def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint | EagleCheckpoi
     _check_kv(config, limit, available - weights - state, per_block, needed)
 
 
-def check_draft_fits(config: EngineConfig, draft: Checkpoint | EagleCheckpoint) -> None:
+def check_draft_fits(config: EngineConfig, draft: Checkpoint | FeatureCheckpoint) -> None:
     """NotEnoughMemory if the replicas of a draft model on a device of their own are too large for it.
 
     On a CPU they share its memory; each has a GPU of its own.
@@ -111,7 +111,7 @@ def _check_kv(config: EngineConfig, limit: int, left: int, per_block: int, neede
 
 def _remedies(
     config: EngineConfig,
-    checkpoints: Seq[Checkpoint | EagleCheckpoint],
+    checkpoints: Seq[Checkpoint | FeatureCheckpoint],
     models: Seq[Model],
     available: int,
     device: torch.device,

@@ -22,7 +22,7 @@ from ssd.layers.formats import FormatOf, dense
 from ssd.layers.spec import KVGroup
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import Decoder, outline
-from ssd.models.eagle import EagleConfig, EagleHead
+from ssd.models.feature_draft import FeatureConfig
 
 log = logging.getLogger("ssd")
 _CPU_KV_BYTES = 4 << 30
@@ -118,8 +118,9 @@ def format_names(model: DecoderConfig, format_of: FormatOf) -> str:
 
 
 def _outlined(model: DecoderConfig, dtype: torch.dtype, format_of: FormatOf) -> Decoder:
-    decoder = EagleHead if isinstance(model, EagleConfig) else Decoder
-    return decoder(model, outline(dtype, format_of), max_positions=1)  # type: ignore[arg-type]
+    if isinstance(model, FeatureConfig):
+        return model.make(outline(dtype, format_of), 1)
+    return Decoder(model, outline(dtype, format_of), max_positions=1)
 
 
 def gib(size: int) -> str:

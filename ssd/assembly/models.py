@@ -24,7 +24,7 @@ from ssd.layers.linear import Embedding
 from ssd.layers.parameter import Build
 from ssd.models.checkpoint import Checkpoint, HFCheckpoint, Weights
 from ssd.models.decoder import Decoder
-from ssd.models.eagle import EagleCheckpoint, EagleHead
+from ssd.models.feature_draft import FeatureCheckpoint, Shared
 from ssd.models.hub import short_name
 from ssd.models.weight_cache import WeightCache
 from ssd.parallel.tensor import TensorParallel
@@ -49,7 +49,7 @@ def make_state(config: EngineConfig, max_len: int, vocab_size: int, device: torc
     )
 
 
-def formats_of(config: EngineConfig, checkpoint: Checkpoint | EagleCheckpoint, *, draft: bool) -> FormatOf:
+def formats_of(config: EngineConfig, checkpoint: Checkpoint | FeatureCheckpoint, *, draft: bool) -> FormatOf:
     """The formats that weights are loaded to: those of the checkpoint, or what its float weights are rounded to."""
     form = config.speculation.draft_quantization if draft else config.quantization
     return rounded(form, checkpoint.formats, exact=not draft)
@@ -57,7 +57,7 @@ def formats_of(config: EngineConfig, checkpoint: Checkpoint | EagleCheckpoint, *
 
 def load_decoder(
     config: EngineConfig,
-    checkpoint: Checkpoint | EagleCheckpoint,
+    checkpoint: Checkpoint | FeatureCheckpoint,
     state: SequenceState,
     max_len: int,
     max_rows: int,
@@ -70,7 +70,7 @@ def load_decoder(
 ) -> Loaded:
     """Loads weights and allocates attention scratch; rotary tables have `beyond` more positions than the state.
 
-    `target`: the model whose hidden states an EAGLE head reads. `tp`: the rank whose share is loaded. `is_target`: not
+    `target`: the model whose hidden states the draft reads. `tp`: the rank whose share is loaded. `is_target`: not
     a draft; KV behind the windows of its layers is freed, and stored as `kv_cache_dtype` says.
     """
     device = state.device
@@ -80,10 +80,10 @@ def load_decoder(
     positions = state.max_positions + beyond
     began = time.perf_counter()
     decoder: Decoder
-    if isinstance(checkpoint, EagleCheckpoint):
-        shared = _embedding(config, target) if target is not None else None
-        decoder = EagleHead(checkpoint.config, build, max_positions=positions, embedding=shared)
-        decoder.map_tokens(checkpoint.target_ids())
+    if isinstance(checkpoint, FeatureCheckpoint):
+        draft = checkpoint.config.make(build, positions, None if target is None else _shared(config, target))
+        draft.map_tokens(checkpoint.target_ids())
+        decoder = draft
     else:
         decoder = Decoder(checkpoint.config, build, max_positions=positions, windowed=is_target)
     ops.wide_bytes = wide_bytes(config, decoder.num_bytes() // tp.size, device)
@@ -112,10 +112,10 @@ def load_decoder(
 
 
 def _kept(
-    config: EngineConfig, checkpoint: Checkpoint | EagleCheckpoint, decoder: Decoder, is_target: bool
+    config: EngineConfig, checkpoint: Checkpoint | FeatureCheckpoint, decoder: Decoder, is_target: bool
 ) -> WeightCache | None:
     """The file of these weights in the user's cache."""
-    if isinstance(checkpoint, EagleCheckpoint):
+    if isinstance(checkpoint, FeatureCheckpoint):
         return None
     form = config.quantization if is_target else config.speculation.draft_quantization
     return WeightCache.of(checkpoint, decoder, {"quantization": form, "exact": is_target})
@@ -132,23 +132,27 @@ def _reported(model: str, weights: Weights, count: int) -> Weights:
             loading.info("reading the weights of %s: %d %%", model, (i + 1) * 100 // count)
 
 
-def _weights(checkpoint: Checkpoint | EagleCheckpoint, decoder: Decoder) -> Weights:
+def _weights(checkpoint: Checkpoint | FeatureCheckpoint, decoder: Decoder) -> Weights:
     """The checkpoint's tensors; where a rank needs a share of them only, they are not read yet if that is possible."""
     if decoder.tp.size > 1 and isinstance(checkpoint, HFCheckpoint):
         return checkpoint.stored()
     return checkpoint.weights(decoder.device, decoder.dtype)
 
 
-def _embedding(config: EngineConfig, target: Decoder) -> Embedding:
-    """The target's embedding for an EAGLE head; all of it, where the target has a share only."""
+def _shared(config: EngineConfig, target: Decoder) -> Shared:
+    """The target's embedding and head for a draft on its features; all of them, where the target has a share only."""
     if target.tp.size == 1:
-        return target.embedding
-    name, model, checkpoint = "model.embed_tokens", target.config, open_checkpoint(config.model)
+        return Shared(target.embedding, target.head)
+    model, checkpoint = target.config, open_checkpoint(config.model)
     build = Build(target.ops, target.device, target.dtype, format_of=checkpoint.formats)
-    whole = Embedding(build, name, model.vocab_size, model.hidden_size, embedding=True)
-    tensors = _weights(checkpoint, target)
-    whole.load(f"{name}.weight", next(tensor for each, tensor in tensors if each == f"{name}.weight"))
-    return whole
+    size = model.vocab_size, model.hidden_size
+    embedding = Embedding(build, "model.embed_tokens", *size, embedding=True, head=model.tie_embeddings)
+    head = embedding if model.tie_embeddings else Embedding(build, "lm_head", *size, head=True)
+    wanted = {name: each for each in (embedding, head) for name in each.shapes()}
+    for name, tensor in _weights(checkpoint, target):
+        if name in wanted:
+            wanted[name].load(name, tensor)
+    return Shared(embedding, head)
 
 
 def make_runner(

@@ -10,10 +10,11 @@ from typing import Final
 from ssd.errors import ConfigError, ModelNotFound, UnsupportedModel
 from ssd.grafts.eagle_graft import EagleGraft
 from ssd.grafts.graft import GraftCheckpoint
+from ssd.models.block import BlockCheckpoint
 from ssd.models.checkpoint import Checkpoint, HFCheckpoint
 from ssd.models.download import find_or_download
 from ssd.models.eagle import EagleCheckpoint
-from ssd.models.families import is_eagle
+from ssd.models.families import block_kind, is_eagle
 from ssd.models.gguf import GGUFCheckpoint
 from ssd.models.hub import HubName, is_hub_id, local_model, snapshot_in
 from ssd.text.json_file import read_json
@@ -50,6 +51,15 @@ def open_eagle(draft: str, field: str = "speculation draft") -> EagleCheckpoint 
     path = model_path(draft, field)
     config = path / "config.json"
     return EagleCheckpoint.open(path) if config.is_file() and is_eagle(read_json(config)) else None
+
+
+def open_block(draft: str, field: str = "speculation draft") -> BlockCheckpoint | None:
+    """Opens a block draft (a directory, a hub id); None if `draft` is something else."""
+    if draft.startswith(GRAFT_PREFIX):
+        return None
+    path = model_path(draft, field)
+    config = path / "config.json"
+    return BlockCheckpoint.open(path) if config.is_file() and block_kind(read_json(config)) else None
 
 
 def model_path(name: str, field: str = "model") -> Path:

@@ -13,7 +13,7 @@ from ssd.config import SpeculationConfig
 from ssd.errors import ConfigError
 from ssd.execution.threads import num_cores
 from ssd.models.checkpoint import Checkpoint
-from ssd.models.eagle import EagleCheckpoint
+from ssd.models.feature_draft import FeatureCheckpoint
 
 log = logging.getLogger("ssd")
 
@@ -23,15 +23,21 @@ _DRAFT_THREADS = 4  # of a small draft on the CPU beside a target on a GPU: smal
 
 
 def placed(
-    speculation: SpeculationConfig, device: torch.device, *, head: bool = False, ranks: int = 1
+    speculation: SpeculationConfig,
+    device: torch.device,
+    *,
+    head: bool = False,
+    prepares: bool = True,
+    ranks: int = 1,
 ) -> SpeculationConfig:
     """Resolves `placement` and `draft_device`.
 
     `placement="auto"` is a process if the draft has a GPU of its own or a core of a CPU, else a stream on a GPU, else
     inline. With mode="auto" it stays "auto" where nothing can run at the same time, and SSD is not among the modes.
-    `head`: the draft is an EAGLE head, which is where the target is. `ranks`: of the target.
+    `head`: the draft is an EAGLE head, which is where the target is. `prepares`: SSD is among the draft's modes.
+    `ranks`: of the target.
     """
-    if speculation.mode not in ("ssd", "auto") or speculation.draft_model is None:
+    if speculation.mode not in ("ssd", "auto") or speculation.draft_model is None or not prepares:
         return speculation
     placement, wanted = speculation.placement, speculation.draft_device
     if placement == "auto" and wanted is not None:
@@ -62,7 +68,7 @@ def placed(
 
 
 def sized(
-    speculation: SpeculationConfig, draft: Checkpoint | EagleCheckpoint | None, device: torch.device
+    speculation: SpeculationConfig, draft: Checkpoint | FeatureCheckpoint | None, device: torch.device
 ) -> SpeculationConfig:
     """Resolves `draft_quantization` and, for a draft on the CPU beside a target on a GPU, `draft_threads`.
 
@@ -72,7 +78,7 @@ def sized(
     """
     on_cpu = device.type == "cuda" and speculation.draft_device == "cpu"
     size = 0
-    if draft is not None and not isinstance(draft, EagleCheckpoint):
+    if draft is not None and not isinstance(draft, FeatureCheckpoint):
         size = weight_bytes(draft.config, torch.bfloat16)
     large = size >= _LARGE_DRAFT
     if on_cpu and speculation.draft_threads is None:

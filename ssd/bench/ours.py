@@ -12,13 +12,14 @@ import torch
 
 from ssd.assembly.device import resolve_device
 from ssd.assembly.drafters import drafter_of
-from ssd.assembly.open import open_eagle
+from ssd.assembly.open import open_block, open_eagle
 from ssd.assembly.placement import placed
 from ssd.bench.answers import Answer, Prompt, RequestSettings
 from ssd.config import NGRAM, SpeculationConfig
 from ssd.core import Outcome, RequestOutput, SamplingParams, Work
 from ssd.decoding.drafter import Drafter
 from ssd.decoding.observer import RoundObserver
+from ssd.drafting.block import BlockModel
 from ssd.drafting.controller import DepthController
 from ssd.drafting.eagle import EagleModel
 from ssd.drafting.model import DraftSource, ModelDrafter
@@ -189,7 +190,7 @@ def _in_process(method: Method, device: str) -> bool:
     if method.speculation["mode"] not in ("ssd", "auto") or placement not in ("auto", "process"):
         return False
     draft = method.speculation.get("draft")
-    if placement == "auto" and draft is not None and open_eagle(str(draft)) is not None:
+    if placement == "auto" and draft is not None and (open_eagle(str(draft)) or open_block(str(draft))) is not None:
         return False
     return placement == "process" or device == "cpu" or (device == "auto" and not torch.cuda.is_available())
 
@@ -214,7 +215,8 @@ def _drafter(llm: LLM, speculation: SpeculationConfig) -> Drafter:
     inner = built.inner if isinstance(built, DepthController) else [built]
     models: list[DraftSource] = [each.model for each in inner if isinstance(each, (SSDDrafter, ModelDrafter))]
     model = models[0] if models else None
-    speculation = placed(speculation, resolve_device(llm.config.device), head=isinstance(model, EagleModel))
+    head, prepares = isinstance(model, EagleModel), not isinstance(model, BlockModel)
+    speculation = placed(speculation, resolve_device(llm.config.device), head=head, prepares=prepares)
     if speculation.draft == NGRAM:
         model = None
     drafter = drafter_of(model, speculation)

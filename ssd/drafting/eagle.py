@@ -26,7 +26,7 @@ from ssd.drafting.fan_out import FanOut
 from ssd.drafting.model import DraftSequence, DraftSource
 from ssd.drafting.runner import DraftRunner
 from ssd.drafting.shapes import RunShape, RunShapes
-from ssd.execution.features import Features
+from ssd.execution.features import EagleFeatures
 from ssd.execution.runner import ModelRunner
 
 CARRIED = 0.8  # of a difference in hidden states, by each step: acceptance of the bundled heads is best from 0.7 to 0.8
@@ -35,7 +35,7 @@ CARRIED = 0.8  # of a difference in hidden states, by each step: acceptance of t
 class EagleRunner(DraftRunner):
     """Runs of a head. `write` reads one token of each sequence: the others have KV."""
 
-    def __init__(self, model_runner: ModelRunner, features: Features, shapes: RunShapes, **options: Any) -> None:
+    def __init__(self, model_runner: ModelRunner, features: EagleFeatures, shapes: RunShapes, **options: Any) -> None:
         self.features, self.head = features, features.head
         head, width, branches = self.head, self.head.config.hidden_size, shapes.max_width > 0
         shapes = replace(shapes, most_written_reads=1)

@@ -40,6 +40,8 @@ class DraftSource:
     The defaults are for one that keeps no KV of its own.
     """
 
+    most_drafted: int | None = None  # tokens of a draft; None: as many as are asked for
+
     def __init__(self, runner: DraftRunner) -> None:
         self.runner, self.model_runner = runner, runner.model_runner
 
@@ -50,11 +52,12 @@ class DraftSource:
     def write(self, able: Seq[Able], origin: Origin = Origin.DRAFT) -> tuple[list[Proposal], DraftRun]:
         """Writes drafts that the target waits for."""
         runner, count = self.runner, max(work.lookahead for work, _ in able)
+        count = count if self.most_drafted is None else min(count, self.most_drafted)
         reads, works = self.num_unread(able), [work for work, _ in able]
         slots, params = [work.slot for work in works], [work.sequence.params for work in works]
         run = runner.write(slots, params, count, reads, origin)
         if not runner.rejection:
-            return [Proposal(num_on_device=work.lookahead, origin=origin) for work in works], run
+            return [Proposal(num_on_device=min(work.lookahead, count), origin=origin) for work in works], run
         proposals = []
         for row, work in enumerate(works):
             tokens = tuple(run.tokens[row][: work.lookahead])

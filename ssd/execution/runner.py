@@ -103,7 +103,7 @@ class ModelRunner:
         columns = -(-state.max_positions // block_size)
         groups = len(decoder.kv_groups)
         self.tables = tables or DeviceBlockTables(state.num_slots, columns, decoder.device, groups)
-        self.features: Features | None = None  # that an EAGLE head reads
+        self.features: Features | None = None  # that a draft reads
         self.followers: Followers | None = None  # on rank 0 of a split model
         self.graphs: BatchGraphs | None = None  # of decode-size batches
         self.prefill_graphs: BatchGraphs | None = None

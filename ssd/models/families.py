@@ -227,6 +227,11 @@ def decoder_config(raw: Raw) -> DecoderConfig:
             f"architectures={shown(name)}: an EAGLE head is no model, it drafts for one: load its model, with "
             'speculation={"mode": "sd", "draft": HEAD} (on the command line --draft HEAD)'
         )
+    if block_kind(raw) is not None:
+        raise UnsupportedModel(
+            f"architectures={shown(name)}: a block draft is no model, it drafts for one: load its model, with "
+            'speculation={"mode": "sd", "draft": DRAFT} (on the command line --draft DRAFT)'
+        )
     if family is None:
         raise UnsupportedModel(f"architectures={shown(name)}: ssd runs {', '.join(FAMILIES)}")
     activation = raw.get("hidden_act", "silu")
@@ -239,8 +244,17 @@ def decoder_config(raw: Raw) -> DecoderConfig:
 
 def is_eagle(raw: Raw) -> bool:
     """Whether a config.json is that of an EAGLE head, of any version."""
-    names = f"{raw.get('speculators_model_type')} {raw.get('architectures')}"
-    return "draft_vocab_size" in raw or "eagle" in names.lower()
+    return block_kind(raw) is None and ("draft_vocab_size" in raw or "eagle" in _kind_names(raw))
+
+
+def block_kind(raw: Raw) -> str | None:
+    """dflash, dflash2 or dspark, if a config.json is that of a block draft."""
+    names = _kind_names(raw)
+    return next((kind for kind in ("dflash2", "dflash", "dspark") if kind in names), None)
+
+
+def _kind_names(raw: Raw) -> str:
+    return f"{raw.get('speculators_model_type')} {raw.get('architectures')}".lower()
 
 
 def _architecture(raw: Raw) -> str:

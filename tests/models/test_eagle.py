@@ -36,6 +36,8 @@ TOKENS = [3, 141, 59, 265, 35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 288, 
         ("qwen3", "eagle", {"fc_bias": True}),
         ("qwen3", "speculators", {"norm_before_residual": True, "own_embedding": True, "hidden_size": 48}),
         ("llama3-scaled", "speculators", {"own_embedding": True}),
+        ("llama-tied", "speculators", {"norms": "norm_before_fc"}),
+        ("qwen3", "speculators", {"norms": "fc_norm", "norm_output": True}),
     ],
 )
 def test_hidden_states_and_logits_are_those_of_a_plain_implementation(
@@ -75,7 +77,7 @@ def test_hidden_states_and_logits_are_those_of_a_plain_implementation(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"vocab_size": 4000}, "vocab_size=4000, the target 320: use the head that was trained for this model"),
+        ({"vocab_size": 4000}, "vocab_size=4000, the target 320: use the one that was trained for this model"),
         ({"target_hidden_size": 96}, "target_hidden_size=96, the target 64"),
         (
             {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]},
@@ -85,7 +87,10 @@ def test_hidden_states_and_logits_are_those_of_a_plain_implementation(
         ({"eagle_aux_hidden_state_layer_ids": ["x"]}, "expected a list of layer numbers"),
         ({"eagle_config": None}, r"layers \(2, 1, 0\)"),
         ({"num_hidden_layers": 2}, "num_hidden_layers=2: ssd runs heads of one layer"),
-        ({"norm_before_fc": True}, "norm_before_fc=true"),
+        ({"norm_before_fc": True}, "lacks 1 tensors, among them .'input_norm.weight'"),
+        ({"norm_before_fc": True, "fc_norm": True}, "exclude each other"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types=.'sliding_attention'.: ssd runs drafts"),
+        ({"speculators_model_type": "eagle3", "num_medusa_heads": 4}, "ssd does not know what this changes of a head"),
         ({"draft_vocab_size": 199}, "d2t has to map 199 draft tokens to different ones of 320"),
         ({"draft_vocab_size": -1}, "draft_vocab_size=-1"),
         ({"architectures": 5}, "architectures=5 in config.json: expected a list"),
