@@ -19,14 +19,22 @@ K = 5
 SHARE = 0.98  # of the drafts: sums are taken in another order, so a close choice may be another one
 
 
-@pytest.mark.parametrize(("layout", "markov"), [("dflash", ""), ("deepspec", "vanilla"), ("speculators", "rnn")])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"layout": "dflash"},
+        {"layout": "dflash", "second": True},
+        {"layout": "deepspec", "markov": "vanilla"},
+        {"layout": "speculators", "markov": "rnn"},
+    ],
+)
 def test_drafts_are_those_of_a_plain_implementation(
-    make_model: Callable[[str], TestModel], tmp_path: Path, layout: Any, markov: Any
+    make_model: Callable[[str], TestModel], tmp_path: Path, kind: dict[str, Any]
 ) -> None:
     """With half of the tokens accepted: catches KV or features of another position or sequence, and what is missing in
     a graph."""
     target = make_model("qwen3")
-    block = make_block(target, tmp_path / "block", layout, markov=markov)
+    block = make_block(target, tmp_path / "block", **kind)
     drafts: list[tuple[list[int], tuple[int, ...]]] = []
     options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_num_seqs": 4, "num_kv_blocks": 512}
     options |= {"block_size": 16, "max_model_len": 200, "max_num_batched_tokens": 48}
