@@ -172,6 +172,8 @@ class EagleCheckpoint(FeatureCheckpoint):
 def eagle_config(raw: Mapping[str, Any], shapes: Mapping[str, Seq[int]]) -> EagleConfig:
     """From a config.json of either layout, and the shapes of the stored tensors under speculators' names."""
     check_fields(raw, _FIELDS, "config.json")
+    if (kind := raw.get("speculators_model_type")) not in (None, "eagle3"):
+        raise UnsupportedModel(f"speculators_model_type={shown(kind)}: ssd runs heads of the type eagle3")
     for name in ("fc.weight", "layers.0.hidden_norm.weight", "lm_head.weight"):
         if name not in shapes:
             raise UnsupportedModel(f"{name} is missing: ssd runs EAGLE-3 heads, not those of EAGLE 1 and 2")

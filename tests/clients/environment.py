@@ -15,8 +15,11 @@ SESSIONS = (  # of `sessions.py`
     "pydantic-ai",
     "instructor",
     "litellm",
+    "ollama",
+    "langchain-ollama",
+    "llm-ollama",  # a plugin of the command `llm`
 )
-PACKAGES = [name.replace("pydantic-ai", "pydantic-ai-slim[openai,anthropic]") for name in SESSIONS]
+PACKAGES = ["llm", *(name.replace("pydantic-ai", "pydantic-ai-slim[openai,anthropic]") for name in SESSIONS)]
 
 
 def build(folder: Path, *packages: str) -> Path:

@@ -6,7 +6,10 @@ The model is a bundled one: its texts mean nothing, but a forced call is a call 
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -256,6 +259,65 @@ def litellm_client(url: str, model: str) -> None:
     raise AssertionError("a prompt that is too long was not recognised")
 
 
+def ollama_client(url: str, model: str) -> None:
+    import ollama
+
+    client = ollama.Client(host=url)
+    assert [each.model for each in client.list().models] == [model]
+    assert client.show(model).modelinfo
+    assert client.ps().models
+    options = {"temperature": 0.5, "num_predict": 8, "num_ctx": 2048, "seed": 1, **SHORT}
+    messages: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": ASK}]
+    client.chat(model, messages, options=options, keep_alive="5m")
+    assert list(client.chat(model, messages, options=options, think=False, stream=True))[-1].done
+    call = {"function": {"name": "get_weather", "arguments": {"days": 2}}}
+    turn = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    turn += [{"role": "tool", "tool_name": "get_weather", "content": "sunny"}]
+    weather = {"name": "get_weather", "description": "The weather.", "parameters": Weather.model_json_schema()}
+    tools = [{"type": "function", "function": weather}]
+    client.chat(model, [*messages, *turn], tools=tools, options=options)
+    form: Any = {"format": City.model_json_schema(), "options": {"num_predict": LONG}}
+    City.model_validate_json(client.chat(model, messages, **form).message.content)
+    client.generate(model, ASK, system="Be brief.", options=options)
+    assert list(client.generate(model, ASK, raw=True, options=options, stream=True))[-1].done
+    assert len(client.embed(model, ["one", "two"]).embeddings) == 2
+    client.generate(model)  # loads it
+
+
+def langchain_ollama(url: str, model: str) -> None:
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_ollama import ChatOllama, OllamaEmbeddings, OllamaLLM
+
+    weather = {"type": "function", "function": {"name": "get_weather", "parameters": Weather.model_json_schema()}}
+    chat = ChatOllama(model=model, base_url=url, num_predict=8, temperature=0.5, **SHORT)
+    answer = chat.invoke([("system", "Be brief."), ("human", ASK)])
+    assert answer.usage_metadata["output_tokens"] > 0
+    assert list(chat.stream(ASK))
+    bound = chat.bind_tools([weather])
+    answer = bound.invoke(ASK)
+    answer.tool_calls = [{"name": "get_weather", "args": {"days": 2}, "id": "1", "type": "tool_call"}]
+    bound.invoke([HumanMessage(ASK), answer, ToolMessage("sunny", tool_call_id="1")])
+    long = ChatOllama(model=model, base_url=url, num_predict=LONG)
+    assert long.with_structured_output(City, method="json_schema").invoke(ASK).days > 0
+    assert isinstance(OllamaLLM(model=model, base_url=url, num_predict=8).invoke(ASK), str)
+    assert len(OllamaEmbeddings(model=model, base_url=url).embed_documents(["one", "two"])) == 2
+
+
+def llm_ollama(url: str, model: str) -> None:
+    """The command `llm`, whose plugin finds the models by itself."""
+    with tempfile.TemporaryDirectory() as home:
+        environment = {**os.environ, "OLLAMA_HOST": url, "LLM_USER_PATH": home}
+
+        def llm(*arguments: str) -> str:
+            command = [sys.executable, "-m", "llm", *arguments]
+            return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+
+        name = f"ollama/{model}"
+        assert name in llm("models")
+        llm("-m", name, ASK, "-o", "num_predict", "8", "-o", "temperature", "0.5", "-s", "Be brief.")
+        llm("-m", name, "-c", "And tomorrow?", "-o", "num_predict", "8", "--no-stream")
+
+
 SESSIONS: dict[str, Callable[[str, str], None]] = {
     "openai": openai_client,
     "openai-agents": openai_agents,
@@ -265,6 +327,9 @@ SESSIONS: dict[str, Callable[[str, str], None]] = {
     "pydantic-ai": pydantic_ai,
     "instructor": instructor_client,
     "litellm": litellm_client,
+    "ollama": ollama_client,
+    "langchain-ollama": langchain_ollama,
+    "llm-ollama": llm_ollama,
 }
 
 if __name__ == "__main__":

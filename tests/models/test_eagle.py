@@ -90,6 +90,7 @@ def test_hidden_states_and_logits_are_those_of_a_plain_implementation(
         ({"norm_before_fc": True}, "lacks 1 tensors, among them .'input_norm.weight'"),
         ({"norm_before_fc": True, "fc_norm": True}, "exclude each other"),
         ({"layer_types": ["sliding_attention"]}, "layer_types=.'sliding_attention'.: ssd runs drafts"),
+        ({"speculators_model_type": "peagle"}, "speculators_model_type='peagle': ssd runs heads of the type eagle3"),
         ({"speculators_model_type": "eagle3", "num_medusa_heads": 4}, "ssd does not know what this changes of a head"),
         ({"draft_vocab_size": 199}, "d2t has to map 199 draft tokens to different ones of 320"),
         ({"draft_vocab_size": -1}, "draft_vocab_size=-1"),

@@ -30,6 +30,8 @@ SHORT = 4  # tokens: what is asked matters here, not the text
 
 
 def shortened(path: str, body: dict[str, Any]) -> dict[str, Any]:
+    if path in ("/api/chat", "/api/generate"):
+        return {**body, "options": {**body.get("options", {}), "num_predict": SHORT}}
     if path == "/v1/chat/completions":
         name = "max_tokens" if "max_tokens" in body else "max_completion_tokens"
     else:
@@ -47,6 +49,10 @@ def check_answer(path: str, body: dict[str, Any], text: str) -> None:
     """In the shape that the API's own client reads; what it makes of wrong types is an error, too."""
     if path == "/v1/messages/count_tokens":
         assert json.loads(text)["input_tokens"] > 0
+    elif path.startswith("/api/"):
+        last = json.loads(text.splitlines()[-1])
+        assert "error" not in last
+        assert last.get("done", True)
     elif path == "/v1/completions":
         assert openai.types.Completion.model_validate_json(text).choices
     elif path == "/v1/chat/completions" and body.get("stream"):
@@ -66,7 +72,7 @@ def check_answer(path: str, body: dict[str, Any], text: str) -> None:
         assert message.role == "assistant"
 
 
-@pytest.mark.parametrize("client", mostly_slow(CLIENTS, fast={"openai", "anthropic", *agents.VERSIONS}))
+@pytest.mark.parametrize("client", mostly_slow(CLIENTS, fast={"openai", "anthropic", "ollama", *agents.VERSIONS}))
 def test_requests_of_real_clients_are_served(served: Served, client: str) -> None:
     """Catches a parameter, an item or a message of theirs that is refused."""
     requests = json.loads((DATA / f"{client}.json").read_text())
