@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import mostly_slow
 
 from ssd.bench.config import BenchConfig
 from ssd.bench.floor import Floor, bandwidth, streamed_bytes
@@ -62,7 +63,9 @@ def test_shares() -> None:
     assert bandwidth(torch.device("cpu")) > 1e8
 
 
-@pytest.mark.parametrize(("methods", "batch"), [("ar,ngram:2", 1), ("ngram:2", 1), ("ar", 2)])
+@pytest.mark.parametrize(
+    ("methods", "batch"), mostly_slow([("ar,ngram:2", 1), ("ngram:2", 1), ("ar", 2)], fast=[("ar,ngram:2", 1)])
+)
 def test_a_report_tells_the_floor_of_plain_decoding(methods: str, batch: int) -> None:
     few = {"sets": ("example",), "num_prompts": 1, "output_len": 8, "repeats": 1, "engine": {"device": "cpu"}}
     report = run(BenchConfig("tiny-llama", methods=methods, batch=batch, **few))

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import mostly_slow
 from draft_workers import GOOD, HONEST, LIAR, LIES
 from fakes import VOCAB, Expected, make_harness, make_sequence, naive
 
@@ -884,7 +885,10 @@ eval(end)
 """
 
 
-@pytest.mark.parametrize("end", ["sys.exit()", "os._exit(1)", "os.kill(os.getpid(), signal.SIGKILL)"])
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize("end", mostly_slow(["sys.exit()", "os._exit(1)", KILL], fast={KILL}))
 def test_a_worker_does_not_outlive_its_engine(end: str) -> None:
     """Catches orphans, however the engine ended and while the worker was preparing."""
     command = [sys.executable, "-c", ORPHANING, HONEST, end]

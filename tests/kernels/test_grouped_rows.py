@@ -61,7 +61,7 @@ def added_up(x: torch.Tensor, weight: torch.Tensor, segment: int) -> torch.Tenso
 
 
 @needs_compiler
-@pytest.mark.parametrize(("kind", "group", "offsets", "numbers", "depth"), mostly_slow(NUMBERS, fast=NUMBERS[:2]))
+@pytest.mark.parametrize(("kind", "group", "offsets", "numbers", "depth"), mostly_slow(NUMBERS, fast=NUMBERS[:1]))
 def test_the_weights_themselves_are_multiplied(
     kind: CodeType, group: int, offsets: bool, numbers: NumberKind, depth: int
 ) -> None:
@@ -78,7 +78,7 @@ def test_the_weights_themselves_are_multiplied(
 
 
 @needs_compiler
-@pytest.mark.parametrize(("kind", "group", "offsets", "numbers", "depth"), mostly_slow(NUMBERS, fast=NUMBERS[:2]))
+@pytest.mark.parametrize(("kind", "group", "offsets", "numbers", "depth"), mostly_slow(NUMBERS, fast=NUMBERS[1:2]))
 def test_weights_are_widened(kind: CodeType, group: int, offsets: bool, numbers: NumberKind, depth: int) -> None:
     """All of them, and those from the second strip on."""
     codes = numbered_codes(kind, 138, depth, group, offsets, numbers, CPU)
@@ -92,7 +92,10 @@ def test_weights_are_widened(kind: CodeType, group: int, offsets: bool, numbers:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("share", "splits", "blocks"), [(2, 1, 2), (2, 4, 8), (3, 4, 4), (1, 4, 12)])
+@pytest.mark.parametrize(
+    ("share", "splits", "blocks"),
+    mostly_slow([(2, 1, 2), (2, 4, 8), (3, 4, 4), (1, 4, 12)], fast=[(2, 4, 8), (3, 4, 4)]),
+)
 def test_segments_are_added_in_order(share: int, splits: int, blocks: int) -> None:
     """By one block of threads after each other, or by as many at the same time; the last segment is shorter."""
     codes = numbered_codes("uint4", 40, 4352, 32, True, "factors", CPU)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from block_drafts import make_block
-from conftest import TestModel
+from conftest import TestModel, mostly_slow
 
 from ssd import LLM, SamplingParams
 from ssd.drafting.block import BlockRunner
@@ -63,7 +63,9 @@ def test_drafts_are_those_of_a_plain_implementation(
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "options"), [KINDS[0], KINDS[4], KINDS[6], KINDS[7]])
+@pytest.mark.parametrize(
+    ("kind", "options"), mostly_slow([KINDS[0], KINDS[4], KINDS[6], KINDS[7]], fast=[KINDS[0], KINDS[4]])
+)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_texts_are_those_of_plain_decoding(
     make_model: Callable[[str], TestModel], tmp_path: Path, kind: str, options: dict[str, Any], temperature: float

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from bits import same_bits
-from conftest import TestModel
+from conftest import TestModel, mostly_slow
 from gguf_files import write_models
 from quantized_checkpoints import FORMATS, write_checkpoint
 from weight_caches import CPU, build_apart, empty_decoder, load, use_cache
@@ -98,7 +98,7 @@ def test_weights_of_all_layers_have_the_same_bits(
     check_bits(make_model(kind).path, form=form)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", mostly_slow(FORMATS, fast=list(FORMATS)[::3]))
 def test_published_formats_have_the_same_bits(folder: Path, tmp_path: Path, name: str) -> None:
     """Catches a class of weights that is not among those that are written (orders of columns, static scales)."""
     write_checkpoint(tmp_path, FORMATS[name])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import mostly_slow
 
 from ssd import LLM, SamplingParams
 from ssd.bench.config import BenchConfig
@@ -60,7 +61,7 @@ def test_choices_are_drafts_as_often_as_the_rates_say() -> None:
     assert torch.equal(pinned.choices(nothing, rows), nothing)
 
 
-@pytest.mark.parametrize("mode", ["sd", "ssd"])
+@pytest.mark.parametrize("mode", mostly_slow(["sd", "ssd"], fast={"sd"}))
 def test_an_engine_accepts_as_much_as_it_is_told_to(mode: str) -> None:
     speculation = {"mode": mode, "draft": "tiny-llama-draft", "k": K}
     speculation |= {"placement": "inline", "budget": 4} if mode == "ssd" else {}

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from conftest import mostly_slow
 from live_server import openai, running
 from typer.testing import CliRunner
 
@@ -296,7 +297,9 @@ def test_clients_see_models_and_their_states(alone: dict[str, str]) -> None:
         assert httpx.get(f"{url}/nowhere").status_code == 404
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize(
+    "path", mostly_slow(["/v1/completions", "/v1/messages", "/v1/responses"], fast={"/v1/messages"})
+)
 def test_a_stream_tells_that_its_model_is_loaded(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As comments, which clients skip; an error that comes later is the stream's last event."""
     monkeypatch.setattr("ssd.server.models.front._COMMENTS", 0.05)

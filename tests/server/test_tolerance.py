@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from conftest import mostly_slow
 
 pytest.importorskip("fastapi", reason="needs the extras serve and dev")
 pytest.importorskip("llguidance", reason="needs the extras serve and dev")
@@ -190,7 +191,7 @@ def test_switches_of_reasoning(served: Served, path: str, monkeypatch: pytest.Mo
     assert error["message"].startswith("think: 'banana' is not one of none, ")
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", mostly_slow(PATHS, fast=list(PATHS)[:2]))
 def test_the_rest_is_ignored_with_a_warning(served: Served, strict: Served, path: str) -> None:
     """Catches a 400 for a hint, and a field that is ignored in silence."""
     for name, value, said in IGNORED:
