@@ -58,6 +58,12 @@ class BenchConfig:
         pattern=rf"\d+(\.\d+)?|{_RATE}(,{_RATE})+",
         expects="a number above 1, or rates from 0 to 1 separated by commas",
     )
+    hits: float | None = option(
+        None,
+        "With --accept, ssd on the target's device: draw how often a draft has been prepared, with this probability.",
+        least=0,
+        most=1,
+    )
     repeats: int = option(2, "Turns of every method on every prompt.", least=1)
     max_rounds: int | None = option(None, "Stop every set after this number of rounds.", least=1)
     engine: dict[str, Any] = field(default_factory=dict)  # other options of the engine: device, dtype, eager, …
@@ -69,6 +75,8 @@ class BenchConfig:
             raise ConfigError("sets: name at least one set of prompts")
         if self.accept is not None and self.speculation.get("acceptance", "coupled") != "coupled":
             raise ConfigError("accept: only with --acceptance coupled")
+        if self.hits is not None and self.accept is None:
+            raise ConfigError("hits: only with --accept")
         for peer in self.peers:
             name, _, k = peer.partition(":")
             if not is_url(peer) and (name not in PEERS or (k and not k.isdecimal())):

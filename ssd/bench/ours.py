@@ -145,14 +145,22 @@ def _answer(output: RequestOutput, began: float) -> Answer:
 
 
 def our_contenders(
-    model: str, methods: Seq[Method], *, batch: int, accept: tuple[float, ...] | None = None, **options: Any
+    model: str,
+    methods: Seq[Method],
+    *,
+    batch: int,
+    accept: tuple[float, ...] | None = None,
+    hits: float | None = None,
+    **options: Any,
 ) -> list[OurContender]:
     """Contenders of all methods, on one engine, plus one engine for every method with a draft in a worker.
 
-    `accept`: acceptance that is drawn, as `rates_of` takes it.
+    `accept`: acceptance that is drawn, as `rates_of` takes it. `hits`: share of drafts that were prepared, likewise.
     On a CPU they all have `torch.get_num_threads()` cores: a draft in a process of its own has one of them.
     """
     apart = [method for method in methods if _in_process(method, str(options.get("device", "auto")))]
+    if apart and hits is not None:
+        raise ConfigError("hits: only of a draft in the target's process, --placement stream or inline")
     together = [method for method in methods if method not in apart]
     found: dict[str, OurContender] = {}
     if together:
@@ -168,6 +176,9 @@ def our_contenders(
     if accept is not None:
         for method in methods:
             found[method.name].rates = _rates(method, accept)
+    if hits is not None:
+        for each in found.values():
+            each.drafter.pin_hits(hits)
     return [found[method.name] for method in methods]
 
 

@@ -129,7 +129,9 @@ def _contenders(
     engine = {"prefix_caching": False, "max_model_len": fitting} | config.engine
     methods = methods_of(config.methods, config.draft, config.k, config.speculation)
     contenders: list[Contender] = []
-    for ours in our_contenders(config.model, methods, batch=config.batch, accept=config.accepted, **engine):
+    for ours in our_contenders(
+        config.model, methods, batch=config.batch, accept=config.accepted, hits=config.hits, **engine
+    ):
         stack.callback(ours.close)
         contenders.append(ours)
     for start in peers:

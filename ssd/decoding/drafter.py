@@ -133,6 +133,9 @@ class Drafter:
         """How sure the draft model was of the drafts of `prepared`, where it says so."""
         return {}
 
+    def pin_hits(self, rate: float) -> None:
+        """Draws from now on whether what was prepared has the outcome, with this probability; for measurements."""
+
     def forget(self, sequence: Sequence) -> None:
         """Drops all state of a sequence, which no round in flight uses: it has finished or was preempted."""
 

@@ -22,6 +22,8 @@ from ssd.execution.runner import ModelRunner
 from ssd.kernels.device import kernels
 from ssd.kernels.ops import Branches, DeviceBatch
 from ssd.kernels.transfers import upload
+from ssd.sampling import noise
+from ssd.sampling.noise import Stream
 from ssd.sampling.sampler import Rows
 
 
@@ -78,6 +80,7 @@ class DraftBuffers:
         self.chain = self._ints(rows, reads)  # tokens of every row; column 0: the outcome's own token (`branch`)
         self.confidence = self._floats(rows, reads)
         self.likeliest = self._ints(n * reads, RANKS)
+        self.hit_rate: torch.Tensor | None = None  # that is drawn, for measurements; None: branches decide
         self._looked_up = self._ints(n)  # the rows whose tokens became drafts
         self.states, self.draft_states = (
             torch.zeros((count, reads, states_width), dtype=runner.decoder.dtype, device=self.device)
@@ -119,6 +122,8 @@ class DraftBuffers:
 
     def look_up(self, n: int, width: int, depth: int) -> None:
         """Looks up the outcomes of n sequences in the branches; what is found, or a sibling, becomes their drafts."""
+        if self.hit_rate is not None:
+            self._draw_hits(n, width, self.hit_rate)
         kernels(self.device).rounds.look_up(
             self.state.view,
             slots=self._inputs[True].slots(n),
@@ -132,6 +137,18 @@ class DraftBuffers:
         )
         if self.states.numel():
             self.draft_states[self._inputs[True].slots(n)] = self.states[self._looked_up[:n]]
+
+    def _draw_hits(self, n: int, width: int, rate: torch.Tensor) -> None:
+        """Makes the first branch after as many accepted tokens that of the outcome, as often as the rate says, and none
+        of them else."""
+        state, slots = self.state, self._inputs[True].slots(n).long()
+        length = state.length[slots]
+        own = state.token_ids[slots, (length - 1).clamp(min=0)]
+        same = self.after[:n, :width] == state.num_accepted[slots, None]
+        first = same & (same.cumsum(1) == 1)
+        hit = noise.uniforms(state.sampling.seed_key[slots], length, Stream.DRAFT) < rate
+        tokens = self.chain[: n * width, 0].view(n, width)
+        tokens.copy_(torch.where(first & hit[:, None], own[:, None], torch.where(same, -1, tokens)))
 
     def store(self, n: int, count: int, origin: Origin) -> None:
         """Copies `count` tokens written for each of n sequences to their drafts."""

@@ -150,6 +150,10 @@ class DepthController(Drafter):
     def prepared_confidence(self, sequence: Sequence) -> Confidence:
         return self._proposer.prepared_confidence(sequence)
 
+    def pin_hits(self, rate: float) -> None:
+        for each in self.inner:
+            each.pin_hits(rate)
+
     def forget(self, sequence: Sequence) -> None:
         for each in self.inner:
             each.forget(sequence)

@@ -204,8 +204,13 @@ class DraftRunner:
         """
         self.join()
         n, width, depth = self.shapes.bucket(len(run.slots)), run.width, run.depth
-        self.graphs.launch(("look up", n, width, depth), lambda: self.buffers.look_up(n, width, depth))
+        pinned = self.buffers.hit_rate is not None
+        self.graphs.launch(("look up", n, width, depth, pinned), lambda: self.buffers.look_up(n, width, depth))
         self._origins = HostCopy(self.state.origin)
+
+    def pin_hits(self, rate: float) -> None:
+        """Draws from now on whether a look-up finds the outcome, see `DraftBuffers.hit_rate`."""
+        self.buffers.hit_rate = torch.tensor(rate, dtype=torch.float32, device=self.device)
 
     def origins(self, slots: Seq[int]) -> list[Origin]:
         """Origins of the drafts looked up last. Waits for the device."""

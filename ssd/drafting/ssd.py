@@ -253,6 +253,9 @@ class SSDDrafter(Drafter):
             rows.setdefault((after, run.tokens[row][0]), row)
         return rows
 
+    def pin_hits(self, rate: float) -> None:
+        self.runner.pin_hits(rate)
+
     def forget(self, sequence: Sequence) -> None:
         self._places.pop(sequence.id, None)
         self.model.forget(sequence)

@@ -14,6 +14,7 @@ import torch
 
 from ssd.kernels.device import kernels
 
+_BITS = 24  # of a uniform float32
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
 _GOLDEN = 0x9E37_79B9_7F4A_7C15
 _MIX1 = 0xBF58_476D_1CE4_E5B9
@@ -63,6 +64,12 @@ def uniform(seed: int, position: int) -> float:
     """The uniform number in (0, 1) of the ACCEPT stream."""
     bits = mix64(position_key(seed, position, Stream.ACCEPT) + _GOLDEN) >> 12
     return (bits + 0.5) * 2.0**-52  # 53 significant bits: exact, never rounded to 1
+
+
+def uniforms(seed_keys: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
+    """Uniform numbers in [0, 1) of many rows, on their device: float32 [R]."""
+    keys = position_keys(seed_keys, positions, stream)
+    return ((keys >> (63 - _BITS)) & ((1 << _BITS) - 1)).float() * 2.0**-_BITS
 
 
 def gumbel(keys: Sequence[int], vocab_size: int, device: torch.device) -> torch.Tensor:

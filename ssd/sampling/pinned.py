@@ -12,8 +12,6 @@ from ssd.sampling import noise
 from ssd.sampling.noise import Stream
 from ssd.sampling.sampler import Rows
 
-_BITS = 24  # of a uniform number, all that float32 has
-
 
 class PinnedAcceptance:
     """`rates` float32 [K]: by position in the draft, the probability that its token is accepted if those before are.
@@ -31,8 +29,7 @@ class PinnedAcceptance:
         assert rows.num_drafted is not None
         assert rows.drafts is not None
         slots, place = rows.slots.clamp(min=0).long(), rows.num_drafted.clamp(max=len(self.rates) - 1).long()
-        keys = noise.position_keys(self._seed_keys[slots], rows.positions, Stream.ACCEPT)
-        uniform = ((keys >> (63 - _BITS)) & ((1 << _BITS) - 1)).float() * 2.0**-_BITS
+        uniform = noise.uniforms(self._seed_keys[slots], rows.positions, Stream.ACCEPT)
         draft = rows.drafts[slots, place]
         other = torch.where(chosen == draft, (chosen + 1) % self._vocab_size, chosen)
         pinned = torch.where(uniform < self.rates[place], draft, other)

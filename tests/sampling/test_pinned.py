@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from conftest import mostly_slow
@@ -74,6 +76,20 @@ def test_an_engine_accepts_as_much_as_it_is_told_to(mode: str) -> None:
             assert per_round == pytest.approx(expected, rel=0.15)
 
 
+def test_hits_are_drawn_too() -> None:
+    """With a draft whose outcomes are known else: a look-up misses as often as wanted."""
+    speculation = {"mode": "ssd", "draft": "tiny-llama-draft", "k": K, "budget": 8, "placement": "inline"}
+    params = SamplingParams(max_new_tokens=100, ignore_eos=True, temperature=1.0, seed=3)
+    with LLM("tiny-llama", device="cpu", max_model_len=256, speculation=speculation) as llm:
+        llm.driver.call(lambda engine: pin(engine.round.target, [0.5] * K))
+        for rate in (0.0, 0.5, 1.0):
+            llm.driver.call(lambda engine, rate=rate: engine.round.drafter.pin_hits(rate))
+            outputs = llm.generate(["Once upon a time", "def f(x):"], params)
+            hits, looked = (sum(getattr(o.metrics, name) for o in outputs) for name in ("hits", "look_ups"))
+            assert looked > 20
+            assert hits / looked == pytest.approx(rate, abs=0.0 if rate == 0.0 else 0.2)
+
+
 def pin(target: object, rates: list[float]) -> None:
     assert isinstance(target, Target)
     target.pin(rates)
@@ -104,9 +120,18 @@ def test_what_is_no_acceptance_is_refused(accept: str) -> None:
         BenchConfig("tiny-llama", accept=accept)
 
 
+def test_hits_of_another_process_are_refused() -> None:
+    options: dict[str, Any] = {"speculation": {"placement": "process"}, "engine": {"device": "cpu"}, "accept": "2"}
+    config = BenchConfig("tiny-llama", "tiny-llama-draft", methods="ssd:2", hits=0.5, **options)
+    with pytest.raises(ConfigError, match="hits: only of a draft in the target's process"):
+        run(config)
+
+
 def test_more_than_a_draft_holds_is_refused() -> None:
     config = BenchConfig("tiny-llama", "tiny-llama-draft", methods="sd:2", accept="5.5", engine={"device": "cpu"})
     with pytest.raises(ConfigError, match=r"accept=5.5, sd k=2: .* at most 3 tokens"):
         run(config)
+    with pytest.raises(ConfigError, match="hits: only with --accept"):
+        BenchConfig("tiny-llama", hits=0.5)
     with pytest.raises(ConfigError, match="only with --acceptance coupled"):
         BenchConfig("tiny-llama", accept="2", speculation={"acceptance": "rejection"})
