@@ -81,6 +81,10 @@ class MessagesErrorAnswer(BaseModel):
     request_id: str
 
 
+class OllamaErrorAnswer(BaseModel):
+    error: str
+
+
 def _responses(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     return {
         "4XX": {"model": model, "description": "The request cannot be served"},
@@ -90,6 +94,7 @@ def _responses(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
 
 ERROR_RESPONSES: Final = _responses(ErrorAnswer)
 MESSAGES_ERROR_RESPONSES: Final = _responses(MessagesErrorAnswer)
+OLLAMA_ERROR_RESPONSES: Final = _responses(OllamaErrorAnswer)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

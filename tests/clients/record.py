@@ -15,7 +15,7 @@ from live_server import MODEL, serving
 from server.scripted import long_checkpoint, writing
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from clients import agents
+from clients import coding_agents as agents
 from clients.environment import PACKAGES, SESSIONS, build
 from ssd import LLM
 

@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the extras serve and dev")
 
-from clients import agents
+from clients import coding_agents as agents
 from clients.record import Recorder
 from live_server import MODEL, Served, serving
 

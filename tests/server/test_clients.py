@@ -19,7 +19,8 @@ pytest.importorskip("fastapi", reason="needs the extras serve and dev")
 pytest.importorskip("llguidance", reason="needs the extras serve and dev")
 
 import httpx
-from clients import agents, environment
+from clients import coding_agents as agents
+from clients import environment
 from conftest import mostly_slow
 from live_server import MODEL, Lazy, Served, openai
 

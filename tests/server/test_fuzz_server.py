@@ -127,7 +127,8 @@ def test_the_schema_knows_the_shapes_of_errors_and_streams(served: Served) -> No
     for path, operations in schema["paths"].items():
         [operation] = operations.values()
         assert set(operation["responses"]) == {"200", "4XX", "5XX"}, path
-        shape = "MessagesErrorAnswer" if path.startswith("/v1/messages") else "ErrorAnswer"
+        shapes = {"/v1/messages": "MessagesErrorAnswer", "/api/": "OllamaErrorAnswer"}
+        shape = next((shape for start, shape in shapes.items() if path.startswith(start)), "ErrorAnswer")
         for code in ("4XX", "5XX"):
             content = operation["responses"][code]["content"]["application/json"]
             assert content == {"schema": {"$ref": f"#/components/schemas/{shape}"}}

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from ssd.server.answers import LINES, check_common, check_model, line_stream
-from ssd.server.errors import AsciiJSON, renaming
+from ssd.server.errors import OLLAMA_ERROR_RESPONSES, AsciiJSON, renaming
 from ssd.server.generation import Generation, ServerState, start
 from ssd.server.http.bodies import JsonRoute, on_thread
 from ssd.server.ignored import current
@@ -27,7 +27,7 @@ from ssd.server.openai.embeddings import embedded
 from ssd.server.protocol import listed
 from ssd.text.message_format import MessageFormat
 
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter(route_class=JsonRoute, responses=OLLAMA_ERROR_RESPONSES)
 STREAM: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {LINES: {}}}}  # beside JSON
 
 

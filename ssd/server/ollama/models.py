@@ -16,7 +16,7 @@ from ssd.errors import SSDError
 from ssd.models.content import checksum
 from ssd.models.decoder import num_parameters
 from ssd.models.repository import quantization
-from ssd.server.errors import invalid, no_model
+from ssd.server.errors import OLLAMA_ERROR_RESPONSES, invalid, no_model
 from ssd.server.http.bodies import JsonRoute, on_thread
 from ssd.server.ignored import current
 from ssd.server.models.served import Served
@@ -28,7 +28,7 @@ from ssd.text.reasoning import marks_reasoning
 from ssd.text.tool_calls import has_tools
 from ssd.version import VERSION
 
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter(route_class=JsonRoute, responses=OLLAMA_ERROR_RESPONSES)
 API_VERSION: Final = "0.12.6"  # the version of Ollama whose API this is: some clients want a least one
 _FLOATS: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _NEVER: Final = datetime(9999, 12, 31, tzinfo=UTC)
