@@ -53,7 +53,8 @@ class EagleRunner(DraftRunner):
         self._private_tables[:, 0] = columns - 1
         self._sequences = torch.arange(n, dtype=torch.int32, device=self.device)
         self._before = torch.zeros((n, width), dtype=head.dtype, device=self.device)  # see `_copy_inputs`
-        carried = 0.0 if head.eagle.norm_before_residual else CARRIED  # there the stream is another after each step
+        another = head.eagle.norm_before_residual or head.eagle.norm_output  # the stream is new after each step
+        carried = 0.0 if another else CARRIED
         powers = [[carried**place] for place in range(shapes.reads)]
         self._carry = torch.tensor(powers, dtype=head.dtype, device=self.device)
 
