@@ -274,6 +274,19 @@ def test_models_are_loaded_kept_and_unloaded_as_requests_say() -> None:
         assert parts[-1].load_duration > 1e6
 
 
+def test_a_pinned_model_stays() -> None:
+    model = model_of("tiny-llama", pinned=True)
+    catalog = catalog_of(model, load=make)
+    catalog.preload(model)
+    with server_of(catalog) as url:
+        ours = ollama.Client(host=url, timeout=60)
+        ours.generate("tiny-llama", keep_alive=0)
+        ours.generate("tiny-llama", "x", keep_alive=0, options=GREEDY)
+        [running] = ours.ps().models
+        assert running.expires_at.year == 9999
+        assert catalog.slots["tiny-llama"].loads == 1
+
+
 def test_a_model_that_is_not_on_this_machine_is_listed_without_details() -> None:
     catalog = catalog_of(model_of("far", "nobody/there-is-none"), load=make)
     with server_of(catalog) as url:

@@ -243,7 +243,7 @@ class _Forward:
             messages = [message async for message in _messages(receive)]
             body = await _fields(scope, b"".join(message.get("body", b"") for message in messages))
             slot = self._state.catalog.find(_name(body.get("model") or QueryParams(scope["query_string"]).get("model")))
-            if unloads(scope["path"], body):
+            if unloads(scope["path"], body) and not slot.model.pinned:
                 await self._state.catalog.unload(slot)
                 ended = done(slot.model.name, "unload", in_message=scope["path"] == "/api/chat")
                 await AsciiJSON(ended)(scope, receive, send)
