@@ -7,7 +7,7 @@ import torch
 from ssd.assembly.device import kv_block_size
 from ssd.assembly.memory import Loaded
 from ssd.assembly.models import load_decoder
-from ssd.assembly.open import open_block, open_checkpoint, open_eagle
+from ssd.assembly.open import open_checkpoint, open_feature_draft
 from ssd.assembly.placement import prepares_here
 from ssd.config import NGRAM, EngineConfig, SpeculationConfig
 from ssd.drafting.eagle import private_blocks
@@ -30,12 +30,10 @@ def open_draft(
     """The checkpoint of the draft model or head, or None; ConfigError if it does not fit the target."""
     if speculation.draft_model is None:
         return None
-    head = open_eagle(speculation.draft_model)
-    if head is not None:
-        return head.for_target(target)
-    block = open_block(speculation.draft_model)
-    if block is not None:
-        return _checked(block.for_target(target), speculation)
+    draft = open_feature_draft(speculation.draft_model)
+    if draft is not None:
+        draft = draft.for_target(target)
+        return _checked(draft, speculation) if isinstance(draft, BlockCheckpoint) else draft
     checkpoint = open_checkpoint(speculation.draft_model, "speculation draft")
     difference = tokenizer.difference(checkpoint.tokenizer())
     if difference is not None:

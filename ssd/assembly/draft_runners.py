@@ -46,21 +46,17 @@ def make_draft_model(
 
 def make_feature_model(config: EngineConfig, runner: ModelRunner, features: Features) -> DraftSource:
     """Of a draft on the target's features."""
-    if not isinstance(features, EagleFeatures):
-        return _block_model(config, runner)
-    head = EagleRunner(runner, features, run_shapes(config, runner.decoder.device), **_options(config))
-    if head.on_cuda:
+    shapes = run_shapes(config, runner.decoder.device)
+    made: EagleModel | BlockModel
+    if isinstance(features, EagleFeatures):
+        made = EagleModel(EagleRunner(runner, features, shapes, **_options(config)))
+    else:
+        made = BlockModel(BlockRunner(runner, shapes, graphs=not config.eager))
+    draft = made.runner
+    if draft.on_cuda:
         usual = row_buckets(config.max_num_seqs), make_fan_out(config.speculation)
-        warm_up("head", [lambda: head.rehearse(*usual)], [] if config.eager else [lambda: head.capture(*usual)])
-    return EagleModel(head)
-
-
-def _block_model(config: EngineConfig, runner: ModelRunner) -> BlockModel:
-    block = BlockRunner(runner, run_shapes(config, runner.decoder.device), graphs=not config.eager)
-    if block.on_cuda:
-        usual = row_buckets(config.max_num_seqs), make_fan_out(config.speculation)
-        warm_up("draft", [lambda: block.rehearse(*usual)], [] if config.eager else [lambda: block.capture(*usual)])
-    return BlockModel(block)
+        warm_up("head", [lambda: draft.rehearse(*usual)], [] if config.eager else [lambda: draft.capture(*usual)])
+    return made
 
 
 def _options(config: EngineConfig) -> dict[str, Any]:

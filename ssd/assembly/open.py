@@ -15,6 +15,7 @@ from ssd.models.checkpoint import Checkpoint, HFCheckpoint
 from ssd.models.download import find_or_download
 from ssd.models.eagle import EagleCheckpoint
 from ssd.models.families import block_kind, is_eagle
+from ssd.models.feature_draft import FeatureCheckpoint
 from ssd.models.gguf import GGUFCheckpoint
 from ssd.models.hub import HubName, is_hub_id, local_model, snapshot_in
 from ssd.text.json_file import read_json
@@ -44,22 +45,22 @@ def open_checkpoint(model: str | os.PathLike[str], field: str = "model") -> Chec
 
 def open_eagle(draft: str, field: str = "speculation draft") -> EagleCheckpoint | None:
     """Opens an EAGLE head (bundled, a directory, a hub id, or a graft of one); None if `draft` is something else."""
+    found = open_feature_draft(draft, field)
+    return found if isinstance(found, EagleCheckpoint) else None
+
+
+def open_feature_draft(draft: str, field: str = "speculation draft") -> FeatureCheckpoint | None:
+    """Opens a draft on the target's features: an EAGLE head, or a block draft (a directory, a hub id)."""
     if draft.startswith(GRAFT_PREFIX):
         base, _, shape = draft.removeprefix(GRAFT_PREFIX).rpartition("@")
         head = open_eagle(base, field) if base else None
         return None if head is None else EagleGraft.of(head, shape)
     path = model_path(draft, field)
     config = path / "config.json"
-    return EagleCheckpoint.open(path) if config.is_file() and is_eagle(read_json(config)) else None
-
-
-def open_block(draft: str, field: str = "speculation draft") -> BlockCheckpoint | None:
-    """Opens a block draft (a directory, a hub id); None if `draft` is something else."""
-    if draft.startswith(GRAFT_PREFIX):
-        return None
-    path = model_path(draft, field)
-    config = path / "config.json"
-    return BlockCheckpoint.open(path) if config.is_file() and block_kind(read_json(config)) else None
+    raw = read_json(config) if config.is_file() else {}
+    if block_kind(raw):
+        return BlockCheckpoint.open(path)
+    return EagleCheckpoint.open(path) if is_eagle(raw) else None
 
 
 def model_path(name: str, field: str = "model") -> Path:

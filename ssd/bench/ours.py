@@ -12,7 +12,7 @@ import torch
 
 from ssd.assembly.device import resolve_device
 from ssd.assembly.drafters import drafter_of
-from ssd.assembly.open import open_block, open_eagle
+from ssd.assembly.open import open_feature_draft
 from ssd.assembly.placement import placed
 from ssd.bench.answers import Answer, Prompt, RequestSettings
 from ssd.config import NGRAM, SpeculationConfig
@@ -201,7 +201,7 @@ def _in_process(method: Method, device: str) -> bool:
     if method.speculation["mode"] not in ("ssd", "auto") or placement not in ("auto", "process"):
         return False
     draft = method.speculation.get("draft")
-    if placement == "auto" and draft is not None and (open_eagle(str(draft)) or open_block(str(draft))) is not None:
+    if placement == "auto" and draft is not None and open_feature_draft(str(draft)) is not None:
         return False
     return placement == "process" or device == "cpu" or (device == "auto" and not torch.cuda.is_available())
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import torch
 
-from ssd.core import Origin, SamplingParams, Work
+from ssd.core import Origin, SamplingParams
 from ssd.drafting.fan_out import FanOut
-from ssd.drafting.model import DraftSequence, DraftSource
+from ssd.drafting.model import DraftSource
 from ssd.drafting.runner import DraftRun, DraftRunner
 from ssd.drafting.shapes import RunShape, RunShapes
 from ssd.execution.clock import now
@@ -143,10 +143,3 @@ class BlockModel(DraftSource):
     def __init__(self, runner: BlockRunner) -> None:
         super().__init__(runner)
         self.most_drafted = runner.draft.block.most_drafted
-
-    def state_of(self, work: Work, works: Seq[Work]) -> DraftSequence | None:
-        """None for prompts: there is no token yet to begin with."""
-        if not work.is_decode or work.sequence.least_len < 2:
-            return None
-        self.model_runner.tables.update([(work.slot, work.sequence.kv.blocks)])
-        return DraftSequence(work.slot)

@@ -14,16 +14,14 @@ of a preparation are copies whose last blocks, from that of the last decided tok
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ssd.core import Work
 from ssd.drafting.buffers import Tables
 from ssd.drafting.fan_out import FanOut
-from ssd.drafting.model import DraftSequence, DraftSource
+from ssd.drafting.model import DraftSource
 from ssd.drafting.runner import DraftRunner
 from ssd.drafting.shapes import RunShape, RunShapes
 from ssd.execution.features import EagleFeatures
@@ -125,10 +123,3 @@ def private_blocks(lookahead: int, block_size: int) -> int:
 
 class EagleModel(DraftSource):
     """A head in place of a draft model. It has no KV bookkeeping: its KV is in the target's blocks."""
-
-    def state_of(self, work: Work, works: Seq[Work]) -> DraftSequence | None:
-        """None before the feature that a draft begins with is there: for prompts, and for the first token of a text."""
-        if not work.is_decode or work.sequence.least_len < 2:
-            return None
-        self.model_runner.tables.update([(work.slot, work.sequence.kv.blocks)])
-        return DraftSequence(work.slot)

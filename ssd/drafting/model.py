@@ -37,7 +37,7 @@ Able = tuple[Work, DraftSequence]  # a work that the draft model can draft for, 
 class DraftSource:
     """What drafters need of a draft model or head: its runs, and whether a work can have them.
 
-    The defaults are for one that keeps no KV of its own.
+    The defaults are for one whose KV is in the target's blocks.
     """
 
     most_drafted: int | None = None  # tokens of a draft; None: as many as are asked for
@@ -46,8 +46,15 @@ class DraftSource:
         self.runner, self.model_runner = runner, runner.model_runner
 
     def state_of(self, work: Work, works: Seq[Work]) -> DraftSequence | None:
-        """Its state of a work's sequence; None: it cannot draft for it now."""
-        raise NotImplementedError
+        """Its state of a work's sequence; None: it cannot draft for it now.
+
+        What has its KV in the target's blocks cannot before the feature that a draft begins with is there: for prompts,
+        and for the first token of a text.
+        """
+        if not work.is_decode or work.sequence.least_len < 2:
+            return None
+        self.model_runner.tables.update([(work.slot, work.sequence.kv.blocks)])
+        return DraftSequence(work.slot)
 
     def write(self, able: Seq[Able], origin: Origin = Origin.DRAFT) -> tuple[list[Proposal], DraftRun]:
         """Writes drafts that the target waits for."""

@@ -312,9 +312,6 @@ class BlockDraft(FeatureDraft):
         logits = logits * spec.multiplier
         return logits if spec.softcap is None else spec.softcap * torch.tanh(logits / spec.softcap)
 
-    def in_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        return self._in_target_vocabulary(logits)
-
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 

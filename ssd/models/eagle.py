@@ -142,7 +142,7 @@ class EagleHead(FeatureDraft):
         left = x if self.eagle.norm_output else residual
         if left is not hidden:
             hidden.copy_(left)
-        return self._in_target_vocabulary(self.head.logits(x))
+        return self.in_target_vocabulary(self.head.logits(x))
 
 
 def eagle_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:

@@ -133,7 +133,7 @@ class FeatureDraft(Decoder):
         """Writes K and V of tokens with their fused features, and computes nothing else."""
         raise NotImplementedError
 
-    def _in_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+    def in_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """Over the target's vocabulary, -inf for tokens that the draft does not have."""
         if self._target_ids is None:
             return logits
