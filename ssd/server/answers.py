@@ -151,7 +151,7 @@ def last_events(path: str, error: ApiError, request_id: str, number: int) -> byt
     if path.startswith("/v1/messages"):
         return _named_event(error.messages_body(request_id))
     if path.startswith("/api/"):
-        return _line(error.body_for(path, request_id))
+        return _line(error.ollama_body())
     if path == "/v1/responses":
         fields = {"code": error.code, "message": error.message, "param": None, "sequence_number": number}
         return _named_event({"type": "error", **fields})

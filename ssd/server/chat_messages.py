@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Any, Final
 
 from ssd.server.errors import invalid
 from ssd.server.protocol import Json
@@ -34,10 +34,16 @@ def template_message(where: str, given: Json, template: str) -> Json:
     return given if is_harmony(template) else {**given, "tool_calls": checked}
 
 
-def _template_call(where: str, call: object) -> Json:
+def checked_call(where: str, call: object) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """A call of a request, and its function, which has a name."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise invalid(where, "expected a function with its name and arguments")
+    return call, function
+
+
+def _template_call(where: str, given: object) -> Json:
+    call, function = checked_call(where, given)
     arguments = function.get("arguments", {})
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments

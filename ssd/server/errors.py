@@ -134,6 +134,10 @@ class ApiError(Exception):
         kind = _MESSAGES_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id}
 
+    def ollama_body(self) -> dict[str, Any]:
+        """In the shape of `/api/`."""
+        return {"error": self.message}
+
     def renamed(self, names: Mapping[str, str]) -> ApiError:
         """The same error under the path that a value has for this client. `[]` in `names` is any index."""
         at = re.match(r"\w+\[\d+\]", self.param or "")
@@ -159,7 +163,7 @@ class ApiError(Exception):
         """In the shape of the API that this path belongs to."""
         if path.startswith("/v1/messages"):
             return self.messages_body(request_id)
-        return {"error": self.message} if path.startswith("/api/") else self.body()
+        return self.ollama_body() if path.startswith("/api/") else self.body()
 
 
 def invalid(path: str, why: str) -> ApiError:

@@ -19,7 +19,6 @@ from ssd.server.ollama.protocol import (
     GenerateRequest,
     GeneratingRequest,
     OllamaChatRequest,
-    seconds,
 )
 from ssd.server.ollama.writer import OllamaWriter, done, nanoseconds
 from ssd.server.openai.chat import respond, start_chat
@@ -38,7 +37,6 @@ async def chat(body: OllamaChatRequest, request: Request) -> Response:
     if body.messages is None:
         return _loaded(body, request, in_message=True)
     with renaming(FIELD_NAMES):
-        seconds(body.keep_alive)
         started = await start_chat(state, await on_thread(request.state.large, lambda: body.chat), request)
     return await _respond(body, request, loaded, started)
 
@@ -50,7 +48,6 @@ async def generate(body: GenerateRequest, request: Request) -> Response:
     if body.prompt is None:
         return _loaded(body, request, in_message=False)
     with renaming({**FIELD_NAMES, "messages": "prompt"}):
-        seconds(body.keep_alive)
         if body.raw or not state.llm.tokenizer.chat_template_names:
             started = await _continued(state, body, request)
         else:
@@ -63,7 +60,6 @@ async def embed(body: EmbedRequest, request: Request) -> Response:
     """The embeddings of texts: the mean of their tokens' hidden states, of length 1."""
     state, loaded = ServerState.of(request), time.perf_counter()
     check_model(state, body.model)
-    seconds(body.keep_alive)
     vectors, count = await embedded(state, listed(body.input), "mean", request)
     times = {
         "total_duration": nanoseconds(time.perf_counter() - request.state.arrived),
@@ -95,5 +91,5 @@ async def _continued(state: ServerState, body: GenerateRequest, request: Request
 def _loaded(body: GeneratingRequest, request: Request, *, in_message: bool) -> Response:
     """The answer to a request without a prompt, which is for the model to be loaded: that has been done."""
     check_model(ServerState.of(request), body.model)
-    reason = "unload" if seconds(body.keep_alive) == 0 else "load"
+    reason = "unload" if body.keep_alive == 0 else "load"
     return AsciiJSON(done(body.model, reason, in_message=in_message) | current().answer)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from pydantic import BeforeValidator, WithJsonSchema
 
 from ssd.server import parameters
+from ssd.server.chat_messages import ROLES, checked_call
 from ssd.server.effort import effort_options
 from ssd.server.errors import invalid, unsupported
 from ssd.server.fields import known_fields
 from ssd.server.protocol import ChatRequest, Json, Jsons, Prompts, PublishedRequest, Stops
 
-_ROLES: Final = ("system", "user", "assistant", "tool")
 _SECONDS: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION: Final = re.compile(r"-?(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+")
 FIELD_NAMES: Final = {  # of a chat's fields
@@ -47,9 +49,33 @@ class Options(PublishedRequest):
     frequency_penalty: float | None = None
 
 
+def seconds(keep_alive: object) -> float | None:
+    """The time for which a request wants its model to be kept: a number, or a duration such as "5m"; below 0: for
+    ever."""
+    if keep_alive is None:
+        return None
+    if isinstance(keep_alive, int | float) and not isinstance(keep_alive, bool):
+        return float(keep_alive)
+    if isinstance(keep_alive, str):
+        try:
+            return float(keep_alive)
+        except ValueError:
+            if _DURATION.fullmatch(keep_alive):
+                parts = re.findall(r"(\d+(?:\.\d*)?)([nuµm]?s|m|h)", keep_alive)
+                return (-1 if keep_alive[0] == "-" else 1) * sum(float(n) * _SECONDS[unit] for n, unit in parts)
+    raise invalid("keep_alive", f"{keep_alive!r:.60} is neither a number of seconds nor a duration such as '5m'")
+
+
+KeepAlive = Annotated[
+    float | None,
+    BeforeValidator(seconds),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}, {"type": "null"}]}),
+]
+
+
 class OllamaRequest(PublishedRequest):
     model: str
-    keep_alive: float | str | None = None  # for the server of several models, which has read it
+    keep_alive: KeepAlive = None  # seconds, for the server of several models, which has read it
     options: Options | None = None
 
 
@@ -129,23 +155,6 @@ def unloads(path: str, body: Mapping[str, Any]) -> bool:
     return field is not None and not body.get(field) and seconds(body.get("keep_alive")) == 0
 
 
-def seconds(keep_alive: object) -> float | None:
-    """The time for which a request wants its model to be kept: a number, or a duration such as "5m"; below 0: for
-    ever."""
-    if keep_alive is None:
-        return None
-    if isinstance(keep_alive, int | float) and not isinstance(keep_alive, bool):
-        return float(keep_alive)
-    if isinstance(keep_alive, str):
-        try:
-            return float(keep_alive)
-        except ValueError:
-            if _DURATION.fullmatch(keep_alive):
-                parts = re.findall(r"(\d+(?:\.\d*)?)([nuµm]?s|m|h)", keep_alive)
-                return (-1 if keep_alive[0] == "-" else 1) * sum(float(n) * _SECONDS[unit] for n, unit in parts)
-    raise invalid("keep_alive", f"{keep_alive!r:.60} is neither a number of seconds nor a duration such as '5m'")
-
-
 def _messages(given: Jsons) -> list[Json]:
     """With the ids by which results belong to calls: here they follow from names and order."""
     messages: list[Json] = []
@@ -154,8 +163,8 @@ def _messages(given: Jsons) -> list[Json]:
         where = f"messages[{i}]"
         known = ("role", "content", "thinking", "tool_calls", "tool_name", "tool_call_id", "images")
         message = known_fields(where, message, known)
-        if message.get("role") not in _ROLES:
-            raise invalid(f"{where}.role", f"{message.get('role')!r:.60} is not one of {', '.join(_ROLES)}")
+        if message.get("role") not in ROLES:
+            raise invalid(f"{where}.role", f"{message.get('role')!r:.60} is not one of {', '.join(ROLES)}")
         if message.get("images"):
             raise unsupported(f"{where}.images", "is not supported: images are not understood")
         content = message.get("content") or ""
@@ -179,10 +188,8 @@ def _calls(where: str, turn: int, given: object) -> list[Json]:
     return [_call(f"{where}[{j}]", f"call_{turn}_{j}", call) for j, call in enumerate(given)]
 
 
-def _call(where: str, new_id: str, call: object) -> Json:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise invalid(where, "expected a function with its name and arguments")
+def _call(where: str, new_id: str, given: object) -> Json:
+    call, function = checked_call(where, given)
     arguments = function.get("arguments") or {}
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     made = {"name": function["name"], "arguments": text}

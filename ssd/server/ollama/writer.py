@@ -57,7 +57,7 @@ class OllamaWriter:
         return [self._line({"content": ""}) | {"done": True} | ended]
 
     def fail(self, error: ApiError) -> list[Json]:
-        return [error.body_for("/api/", "")]
+        return [error.ollama_body()]
 
     def _add(self, field: str, more: Any) -> Json:
         before = self._message.get(field)
