@@ -34,8 +34,13 @@ class Block:
     softcap: float = 0.0
     num_layers: int = 2
 
-    def draft(self, tokens: Seq[int], count: int) -> tuple[list[int], list[torch.Tensor]]:
-        """The greedy draft after some tokens, and the logits (of the target's vocabulary) of each of its tokens."""
+    def draft(
+        self, tokens: Seq[int], count: int, allowed: Seq[int] | None = None
+    ) -> tuple[list[int], list[torch.Tensor]]:
+        """The greedy draft after some tokens, and the logits (of the target's vocabulary) of each of its tokens.
+
+        `allowed`: the only tokens that may be written.
+        """
         w, queries = self.weights, count + (not self.anchored)
         context = _norm(F.linear(self._features(tokens[:-1]), w["fc.weight"]), w["hidden_norm.weight"])
         embedding = self.target.get_input_embeddings().weight.detach()
@@ -57,7 +62,7 @@ class Block:
                 ids = torch.arange(len(logits)) + w["d2t"]
                 logits = torch.full((len(embedding),), -torch.inf).index_copy(0, ids, logits)
             found.append(logits)
-            before = int(logits.argmax())
+            before = int(logits.argmax()) if allowed is None else max(allowed, key=logits.tolist().__getitem__)
             written.append(before)
         return written, found
 

@@ -1,4 +1,4 @@
-"""Observers that hold every draft of an EAGLE head against that of a plain implementation."""
+"""Observers that hold every draft of an EAGLE head, or a block draft, against that of a plain implementation."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import torch
+from block_drafts import Block
 from eagle_heads import Head
 
 from ssd.core import Origin, Outcome, Sequence, Work
@@ -19,7 +20,7 @@ FEW = (3, 17, 60, 101, 222)  # tokens that requests are limited to, so that draf
 class Drafts(RoundObserver):
     """The drafts of greedy requests in `seen`, each beside that of a plain implementation."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head | Block) -> None:
         self.head = head
         self.seen = list[tuple[list[int], list[int]]]()
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 from block_drafts import make_block
 from conftest import TestModel, ragged_prompts
+from eagle_observers import Drafts
+from fakes import wait_until_idle
 
 from ssd import LLM, SamplingParams
 
@@ -35,28 +37,18 @@ def test_drafts_are_those_of_a_plain_implementation(
     a graph."""
     target = make_model("qwen3")
     block = make_block(target, tmp_path / "block", **kind)
-    drafts: list[tuple[list[int], tuple[int, ...]]] = []
+    observer = Drafts(block)
     options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_num_seqs": 4, "num_kv_blocks": 512}
     options |= {"block_size": 16, "max_model_len": 200, "max_num_batched_tokens": 48}
     speculation = {"mode": "sd", "draft": block.path, "k": K}
     params = SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=0.0)
-    with LLM(target.path, speculation=speculation, **options) as llm:
-        drafter: Any = llm.engine.round.drafter
-        observe = drafter.observe
-
-        def watched(works: Any, outcomes: Any, seconds: float) -> None:
-            for work, outcome in zip(works, outcomes, strict=True):
-                if outcome is not None and outcome.draft:
-                    drafts.append((work.sequence.tokens[: -len(outcome.token_ids)], tuple(outcome.draft)))
-            observe(works, outcomes, seconds)
-
-        drafter.observe = watched
+    with LLM(target.path, speculation=speculation, **options) as llm, llm.driver.observing(observer):
         llm.driver.call(lambda engine: engine.round.target.pin([0.5] * K))  # type: ignore[attr-defined]
         llm.generate(PROMPTS, params)
+        wait_until_idle(llm.driver)
         assert llm.engine.metrics.drafter_failures == 0
-    assert len(drafts) > 50
-    same = [tuple(block.draft(text, len(draft))[0]) == draft for text, draft in drafts]
-    assert sum(same) >= SHARE * len(same)
+    assert len(observer.seen) > 50
+    assert sum(draft == wanted for draft, wanted in observer.seen) >= SHARE * len(observer.seen)
 
 
 @pytest.mark.parametrize("layout", ["dflash", "deepspec"])

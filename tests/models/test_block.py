@@ -10,6 +10,8 @@ import pytest
 import torch
 from block_drafts import make_block
 from conftest import TestModel, mostly_slow
+from eagle_observers import Drafts
+from fakes import wait_until_idle
 
 from ssd import LLM, SamplingParams
 from ssd.drafting.block import BlockRunner
@@ -105,26 +107,18 @@ def test_each_draft_is_that_of_the_text_before_it(
     target = make_model("qwen3")
     block = make_block(target, tmp_path / "block", **options)
     params = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)
-    drafts: list[tuple[list[int], tuple[int, ...]]] = []
+    observer = Drafts(block)
     with LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": block.path, "k": K}) as llm:
-        drafter: Any = llm.engine.round.drafter
-        observe = drafter.observe
-
-        def watched(works: Any, outcomes: Any, seconds: float) -> None:
-            for work, outcome in zip(works, outcomes, strict=True):
-                if outcome is not None and outcome.draft:
-                    drafts.append((work.sequence.tokens[: -len(outcome.token_ids)], tuple(outcome.draft)))
-            observe(works, outcomes, seconds)
-
-        drafter.observe = watched
         llm.engine.round.target.pin([rate] * K)  # type: ignore[attr-defined]
-        output = llm.generate([TOKENS], params)[0]
+        with llm.driver.observing(observer):
+            output = llm.generate([TOKENS], params)[0]
+            wait_until_idle(llm.driver)
     assert output.metrics.accepted == (
         0 if rate == 0 else output.metrics.drafted if rate == 1 else pytest.approx(12, abs=5)
     )
-    assert len(drafts) > 2
-    for text, draft in drafts:
-        assert tuple(block.draft(text, len(draft))[0]) == draft
+    assert len(observer.seen) > 2
+    for draft, wanted in observer.seen:
+        assert draft == wanted
 
 
 @pytest.mark.parametrize(

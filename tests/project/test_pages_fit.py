@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chromium import MARKS, launched
 
 from ssd.bench.config import BenchConfig
 from ssd.bench.measure import MEAN
@@ -18,12 +18,7 @@ from ssd.cli import paths
 from ssd.cli.trace import Branch, Step
 from ssd.core import Origin
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium"),
-]
+pytestmark = MARKS
 # What is wider than its place: the page itself, or an element that scrolls or is cut.
 TOO_WIDE = """[...document.querySelectorAll('*')].filter((e) => e.clientWidth && e.scrollWidth > e.clientWidth + 1
     && (e === document.documentElement || getComputedStyle(e).overflowX !== 'visible')).map((e) => e.tagName)"""
@@ -31,10 +26,8 @@ TOO_WIDE = """[...document.querySelectorAll('*')].filter((e) => e.clientWidth &&
 
 @pytest.fixture(scope="module")
 def page() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with launched() as browser:
         yield browser.new_page(viewport={"width": 1200, "height": 800})
-        browser.close()
 
 
 def check(page: Any, file: Path) -> None:

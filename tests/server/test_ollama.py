@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +11,11 @@ import pytest
 pytest.importorskip("fastapi", reason="needs the extras serve and dev")
 
 import httpx
-from live_server import MODEL, Lazy, Served, serving, until
+from live_server import MODEL, Lazy, Served, until
 
-from server.scripted import CALL, WEATHER, Script, checkpoint
+from server.scripted import CALL, WEATHER, Script
 from server.test_models import catalog_of, server_of
 from server.test_models import served as model_of
-from ssd import LLM
 from ssd.server.models.catalog import make
 from ssd.server.ollama.protocol import seconds
 from ssd.server.options import ServerOptions
@@ -176,20 +173,6 @@ def test_what_is_not_honoured_is_told(served: Served) -> None:
 
 
 # --- tools and reasoning, with answers that a test writes -------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    path: Path = checkpoint(tmp_path_factory.mktemp("tools"))
-    with LLM(path, device="cpu", max_model_len=1024) as llm, serving(llm) as running:
-        yield running
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Script:
-    given = Script()
-    monkeypatch.setattr("ssd.server.openai.chat.start", given.start())
-    return given
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chromium import MARKS, launched, sync_api
 from live_server import SPECULATION, Served, serving, until
 
 from ssd import LLM
 from ssd.core import Delta
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 expect = sync_api.expect
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium"),
-]
+pytestmark = MARKS
 PICTURES = os.environ.get("SSD_SCREENSHOTS")  # a folder: write the docs' screenshots there
 QUESTION = "Tell me a story about a king and his three daughters."
 SUM = "Tom has 12 apples. He buys 7 more and gives 5 to Anna. How many apples does Tom have?"
@@ -36,10 +31,8 @@ def served() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with launched() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture

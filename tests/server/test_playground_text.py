@@ -5,22 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from chromium import MARKS, launched, sync_api
 
 from ssd.server.playground.endpoints import page as page_router
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 expect = sync_api.expect
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium"),
-]
+pytestmark = MARKS
 FILES = {route.path: asyncio.run(route.endpoint()) for route in page_router().routes}  # type: ignore[attr-defined]
 STATE = {"model": "m", "mode": "ssd", "draft": "d", "branches": True, "note": None, "seconds": 1.0, "running": 0}
 STATE |= {"waiting": 0, "kv_usage": 0.0, "output_tokens": 0, "drafted": 0, "accepted": 0, "look_ups": 0, "hits": 0}
@@ -83,10 +78,8 @@ def events(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with launched() as browser:
         yield browser
-        browser.close()
 
 
 class Page:

@@ -35,20 +35,6 @@ MESSAGES_TOOL: Any = {"name": "get_weather", "description": "Forecast", "input_s
 ASK: Any = [{"role": "user", "content": "Weather?"}]
 
 
-@pytest.fixture(scope="module")
-def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    path: Path = checkpoint(tmp_path_factory.mktemp("tools"))
-    with LLM(path, device="cpu", max_model_len=1024) as llm, serving(llm) as running:
-        yield running
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Script:
-    given = Script()
-    monkeypatch.setattr("ssd.server.openai.chat.start", given.start())
-    return given
-
-
 def claude(served: Served) -> Any:
     return Lazy("anthropic").Anthropic(base_url=served.url, api_key="none", max_retries=0)
 
