@@ -27,6 +27,7 @@ import pytest
 if TYPE_CHECKING:
     import torch
     from live_server import Served
+    from stand_in_hub import StandInHub
     from tokenizers import Tokenizer
 
     from ssd import LLM
@@ -347,3 +348,18 @@ def strict(llm: LLM) -> Iterator[Served]:
 
     with serving(llm, strict_parameters=True) as running:
         yield running
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInHub]:
+    """A stand-in of the Hugging Face hub, in place of it and of every cache."""
+    from stand_in_hub import the_only_hub
+
+    with the_only_hub(tmp_path / "home", monkeypatch) as running:
+        yield running
+
+
+@pytest.fixture
+def llama(make_model: Callable[[str], TestModel]) -> Path:
+    """A small random Llama."""
+    return Path(make_model("llama-tied").path)

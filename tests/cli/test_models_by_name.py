@@ -9,16 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import gguf_files
 import pytest
 import typer
-from conftest import TestModel, save_model
+from conftest import save_model
 from safetensors import safe_open
-from stand_in_hub import StandInHub, the_only_hub
+from stand_in_hub import StandInHub
 from typer.testing import CliRunner, Result
 
 from ssd import LLM, SamplingParams
@@ -33,17 +32,6 @@ from ssd.cli.main import app
 try: app()
 finally: print([name for name in ("torch", "httpx", "httpx2") if name in sys.modules], file=sys.stderr)
 """
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInHub]:
-    with the_only_hub(tmp_path / "home", monkeypatch) as running:
-        yield running
-
-
-@pytest.fixture
-def llama(make_model: Callable[[str], TestModel]) -> Path:
-    return Path(make_model("llama-tied").path)
 
 
 def ssd(*arguments: str, text: str | None = None) -> Result:

@@ -178,16 +178,22 @@ def test_every_branch_is_what_the_model_writes_there(model: DraftModel, alone: L
     rounds.end()
 
 
-def test_pieces_are_recorded_and_write_the_same(model: DraftModel, alone: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From their third time on the passes of branches are repeated by one call each, with the numbers of then."""
-    computed: list[int] = []
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The pieces of runs that are computed, instead of being repeated from a recording."""
+    pieces: list[int] = []
     compute = DraftRunner._compute
 
     def counted(self: DraftRunner, shape: Any, piece: int) -> None:
-        computed.append(piece)
+        pieces.append(piece)
         compute(self, shape, piece)
 
     monkeypatch.setattr(DraftRunner, "_compute", counted)
+    return pieces
+
+
+def test_pieces_are_recorded_and_write_the_same(model: DraftModel, alone: LLM, computed: list[int]) -> None:
+    """From their third time on the passes of branches are repeated by one call each, with the numbers of then."""
     rounds = Rounds(ahead(model), model)
     for turn in range(5):
         computed.clear()
@@ -201,22 +207,13 @@ def test_pieces_are_recorded_and_write_the_same(model: DraftModel, alone: LLM, m
     rounds.end()
 
 
-def test_runs_that_were_recorded_compute_nothing_anew(
-    model: DraftModel, alone: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_that_were_recorded_compute_nothing_anew(model: DraftModel, alone: LLM, computed: list[int]) -> None:
     """From the first round on: catches shapes that were left out, and drafts of the text they were recorded with."""
     recordings = model.runner.decoder.recordings
     assert recordings is not None
     recordings.clear()
     model.runner.record(Adaptive())
-    computed: list[int] = []
-    compute = DraftRunner._compute
-
-    def counted(self: DraftRunner, shape: Any, piece: int) -> None:
-        computed.append(piece)
-        compute(self, shape, piece)
-
-    monkeypatch.setattr(DraftRunner, "_compute", counted)
+    computed.clear()
     for budget in (16, 6, 1):
         rounds = Rounds(ahead(model, budget=budget, backup="fast"), model, texts=TEXTS[2:])
         for drafts in ([[]], None, [[5, 6]]):

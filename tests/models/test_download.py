@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ import gguf_files
 import huggingface_hub
 import numpy as np
 import pytest
-from conftest import TestModel
-from stand_in_hub import StandInHub, described, the_only_hub
+from stand_in_hub import StandInHub, described
 
 from ssd.assembly.open import open_checkpoint
 from ssd.errors import ConfigError, ModelNotFound, SSDError, UnsupportedModel
@@ -24,17 +22,6 @@ from ssd.models.hub import HubName, local_model, short_name
 from ssd.models.repository import checkpoint_names, matching, quantization, tag
 
 NAMES = ("tiny-Q8_0.gguf", "tiny-q4_k_m.gguf", "tiny.Q4_K_S.gguf", "tiny-f16.gguf", "mmproj-tiny-f16.gguf")
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInHub]:
-    with the_only_hub(tmp_path / "home", monkeypatch) as running:
-        yield running
-
-
-@pytest.fixture
-def llama(make_model: Callable[[str], TestModel]) -> Path:
-    return Path(make_model("llama-tied").path)
 
 
 def gguf_file(folder: Path, name: str = "tiny.gguf", **changes: Any) -> bytes:
