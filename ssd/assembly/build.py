@@ -15,7 +15,7 @@ from ssd.assembly.draft_models import load_draft, open_draft
 from ssd.assembly.draft_workers import follow_draft
 from ssd.assembly.drafters import make_drafter
 from ssd.assembly.fit import check_draft_fits, check_fits
-from ssd.assembly.memory import MAX_IN_FLIGHT, blocks_for, fitting_length, gib, kv_blocks, possible_length
+from ssd.assembly.memory import MAX_IN_FLIGHT, blocks_for, fitting_length, kv_blocks, possible_length
 from ssd.assembly.models import load_decoder, make_runner, make_state, num_slots
 from ssd.assembly.open import open_checkpoint
 from ssd.assembly.placement import placed, sized
@@ -36,6 +36,7 @@ from ssd.models.block import BlockCheckpoint
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.decoder import check_split
 from ssd.models.feature_draft import FeatureCheckpoint, FeatureDraft
+from ssd.models.repository import gib
 from ssd.parallel.launch import local_size
 from ssd.text.tokenizer import Tokenizer
 

@@ -14,7 +14,6 @@ from ssd.assembly.memory import (
     available_bytes,
     blocks_for,
     format_names,
-    gib,
     longest_sequence,
     weight_bytes,
 )
@@ -28,6 +27,7 @@ from ssd.layers.formats.rounded import rounded
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.config import DecoderConfig
 from ssd.models.feature_draft import FeatureCheckpoint
+from ssd.models.repository import gib
 
 
 class Model(NamedTuple):

@@ -123,10 +123,6 @@ def _outlined(model: DecoderConfig, dtype: torch.dtype, format_of: FormatOf) -> 
     return Decoder(model, outline(dtype, format_of), max_positions=1)
 
 
-def gib(size: int) -> str:
-    return f"{size / (1 << 30):,.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):,.1f} MiB"
-
-
 def fitting_length(config: EngineConfig, limit: int, num_blocks: int, needed: BlocksFor) -> int:
     """`limit`, or what the KV pool holds if that is less; ConfigError if max_model_len was given."""
     capacity = longest_sequence(num_blocks, needed, limit)

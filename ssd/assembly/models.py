@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from ssd.assembly.device import device_name, kv_block_size, kv_dtype, resolve_dtype
-from ssd.assembly.memory import Loaded, gib, wide_bytes
+from ssd.assembly.memory import Loaded, wide_bytes
 from ssd.assembly.open import open_checkpoint
 from ssd.config import EngineConfig
 from ssd.execution.runner import ModelRunner
@@ -26,6 +26,7 @@ from ssd.models.checkpoint import Checkpoint, HFCheckpoint, Weights
 from ssd.models.decoder import Decoder
 from ssd.models.feature_draft import FeatureCheckpoint, Shared
 from ssd.models.hub import short_name
+from ssd.models.repository import gib
 from ssd.models.weight_cache import WeightCache
 from ssd.parallel.tensor import TensorParallel
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from ssd.cli.options import command
 from ssd.errors import SSDError
 from ssd.models import weight_folder
+from ssd.models.repository import gib
 from ssd.models.weight_file import Damaged, read_header
 
 HELP: Final = """\
@@ -62,11 +63,11 @@ class _Kept(NamedTuple):
 def show() -> None:
     place = _folder()
     kept = _kept(place)
-    used, most = (_size(size) for size in (sum(each.file.size for each in kept), weight_folder.limit(place)))
+    used, most = (gib(size) for size in (sum(each.file.size for each in kept), weight_folder.limit(place)))
     typer.echo(f"{place}: {used} of at most {most}")
     table = Table("model", "weights", "size", "last used", box=None, pad_edge=False)
     for each in reversed(kept):
-        table.add_row(each.model, each.weights, _size(each.file.size), _ago(time.time() - each.file.used))
+        table.add_row(each.model, each.weights, gib(each.file.size), _ago(time.time() - each.file.used))
     if kept:
         Console(highlight=False).print(table)
 
@@ -82,7 +83,7 @@ def clear(
         raise SSDError(f"NAME={name!r} is not in the cache: use one of the models there ({names})")
     for file in chosen:
         file.path.unlink(missing_ok=True)
-    typer.echo(f"removed {_size(sum(file.size for file in chosen))} in {len(chosen)} file{'s'[: len(chosen) != 1]}")
+    typer.echo(f"removed {gib(sum(file.size for file in chosen))} in {len(chosen)} file{'s'[: len(chosen) != 1]}")
 
 
 def _folder() -> Path:
@@ -102,10 +103,6 @@ def _kept(place: Path) -> list[_Kept]:
         except (Damaged, OSError):
             found.append(_Kept(file.path.name, "damaged", file))
     return found
-
-
-def _size(size: int) -> str:
-    return f"{size / (1 << 30):,.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):,.1f} MiB"
 
 
 def _ago(seconds: float) -> str:

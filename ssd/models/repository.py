@@ -149,3 +149,7 @@ def _size(name: str, sizes: Mapping[str, int]) -> int:
 
 def gigabytes(size: int) -> str:
     return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+
+
+def gib(size: int) -> str:
+    return f"{size / (1 << 30):,.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):,.1f} MiB"
