@@ -121,8 +121,9 @@ class Target:
         state = self.state
         if self._pinned is None:
             empty = torch.zeros(state.drafts.shape[1], dtype=torch.float32, device=state.device)
-            self._pinned = PinnedAcceptance(empty, state.sampling.seed_key, self.vocab_size)
+            self._pinned = PinnedAcceptance(empty, self.vocab_size)
             self._decisions.clear()  # captured without it
+            self._pool = None  # which ends with its last graph
         given = torch.zeros(len(self._pinned.rates))
         given[: len(rates)] = torch.tensor(rates[: len(given)])
         self._pinned.rates.copy_(given)

@@ -8,28 +8,28 @@ from __future__ import annotations
 
 import torch
 
-from ssd.sampling import noise
-from ssd.sampling.noise import Stream
 from ssd.sampling.sampler import Rows
+
+_DRAWS = 1 << 16  # uniform numbers, looked up: computing them would take longer than the whole decision
 
 
 class PinnedAcceptance:
     """`rates` float32 [K]: by position in the draft, the probability that its token is accepted if those before are.
 
-    A draw depends on the sequence's seed and on the position of the token.
+    A draw depends on the position of the token and on the one that the target would have chosen.
     """
 
-    def __init__(self, rates: torch.Tensor, seed_keys: torch.Tensor, vocab_size: int) -> None:
-        """`seed_keys`: those of the slots, as in `SamplingColumns`."""
+    def __init__(self, rates: torch.Tensor, vocab_size: int) -> None:
         self.rates = rates
-        self._seed_keys, self._vocab_size = seed_keys, vocab_size
+        self._draws = torch.rand(_DRAWS, generator=torch.Generator().manual_seed(0)).to(rates.device)
+        self._vocab_size = vocab_size
 
     def choices(self, chosen: torch.Tensor, rows: Rows) -> torch.Tensor:
         """In place of the target's choices int32 [R]; those after a whole draft stay."""
         assert rows.num_drafted is not None
         assert rows.drafts is not None
         slots, place = rows.slots.clamp(min=0).long(), rows.num_drafted.clamp(max=len(self.rates) - 1).long()
-        uniform = noise.uniforms(self._seed_keys[slots], rows.positions, Stream.ACCEPT)
+        uniform = self._draws[torch.add(rows.positions * 40503, chosen, alpha=30011) & (_DRAWS - 1)]
         draft = rows.drafts[slots, place]
         other = torch.where(chosen == draft, (chosen + 1) % self._vocab_size, chosen)
         pinned = torch.where(uniform < self.rates[place], draft, other)
