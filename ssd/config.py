@@ -16,7 +16,7 @@ from ssd.options import build, described, is_int, option, plain, validate
 
 NGRAM = "ngram"
 K_DEFAULT = 4  # draft tokens per round
-K_MAX = 8  # largest k of k="auto"
+K_MAX = 8  # largest k of k="auto", unless k_max says otherwise
 BUDGETS = (8, 16, 32)  # choices of budget="auto"
 MOST_BRANCHES = 64  # of budget="auto" for a draft in a process of its own beside a GPU
 MAX_FAN_OUT = 16  # branches per draft position
@@ -66,8 +66,18 @@ class SpeculationConfig:
         "DSpark, or (not ssd) 'ngram': n-gram look-up.",
         expects=f"a model, {NGRAM!r}, or an object with a method propose(sequences, k)",
     )
-    k: int | Literal["auto"] = option(
-        K_DEFAULT, f"Draft tokens per round. auto: chosen by measured speed, at most {K_MAX}.", least=1, most=64
+    k: int | Literal["auto"] | None = option(
+        None,
+        f"Draft tokens per round. None: {K_DEFAULT}; all that a block draft was trained to write. auto: chosen by "
+        "measured speed, at most k_max.",
+        least=1,
+        most=64,
+    )
+    k_max: int | None = option(
+        None,
+        f"k auto: the most draft tokens per round. None: {K_MAX}; all that a block draft was trained to write.",
+        least=1,
+        most=64,
     )
     draft_quantization: Literal["none", "fp8", "int8", "int4", "int8+bf16", "dequantized"] | None = option(
         None,
@@ -150,7 +160,7 @@ class SpeculationConfig:
                 continue
             counts = tuple(map(plain, value)) if isinstance(value, (list, tuple)) else ()
             right = all(is_int(count) and 0 <= count <= MAX_FAN_OUT for count in counts) and any(counts)
-            if not right or self.k == "auto" or len(counts) != self.k + 1:
+            if not right or self.k == "auto" or len(counts) != self.lookahead + 1:
                 raise ConfigError(
                     f"speculation {name}={value!r}: must be a list of k + 1 numbers from 0 to {MAX_FAN_OUT} (after 0, "
                     "1, …, k accepted tokens), not all of them 0, and k a number"
@@ -199,6 +209,8 @@ class SpeculationConfig:
                 f"speculation draft_replicas={self.draft_replicas}: replicas send no distributions, which "
                 'acceptance="rejection" needs; leave one of them out'
             )
+        if self.k_max is not None and self.k != "auto":
+            raise ConfigError(f'speculation k_max={self.k_max} is for k="auto": leave it out, or use that')
         if self.saguaro_c != 1.0 and self.acceptance != "rejection":
             raise ConfigError('speculation saguaro_c is for acceptance="rejection": leave it out, or use that rule')
         if self.fan_out_hit is not None and self.fan_out != "adaptive":
@@ -223,7 +235,7 @@ class SpeculationConfig:
         """Maximum draft length of a round."""
         if self.mode == "ar":
             return 0
-        return K_MAX if self.k == "auto" else int(self.k)
+        return self.k_max or K_MAX if self.k == "auto" else self.k or K_DEFAULT
 
     @property
     def budgets(self) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from ssd.assembly.fit import check_draft_fits, check_fits
 from ssd.assembly.memory import MAX_IN_FLIGHT, blocks_for, fitting_length, kv_blocks, possible_length
 from ssd.assembly.models import load_decoder, make_runner, make_state, num_slots
 from ssd.assembly.open import open_checkpoint
-from ssd.assembly.placement import placed, sized
+from ssd.assembly.placement import deepened, placed, sized
 from ssd.assembly.ranks import Follower, Place, Ranks
 from ssd.assembly.warm_up import warm_up
 from ssd.config import NGRAM, EngineConfig
@@ -60,7 +60,7 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
         check_split(draft.config, degree, "speculation draft_tensor_parallel_size")
     on_demand = config.speculation.placement == "auto"  # who names a process has it from the start
     speculation = placed(
-        config.speculation,
+        deepened(config.speculation, draft),
         device,
         head=isinstance(draft, FeatureCheckpoint),
         prepares=not isinstance(draft, BlockCheckpoint),

@@ -53,8 +53,11 @@ def _checked(block: BlockCheckpoint, speculation: SpeculationConfig) -> BlockChe
         raise ConfigError(f"{draft} has no option {', '.join(speculation.options_of_ssd)}: leave it out")
     if speculation.acceptance != "coupled":
         raise ConfigError(f'{draft} has no acceptance="rejection": use the coupled rule')
-    if speculation.k != "auto" and speculation.k > most:
-        raise ConfigError(f"{draft} of block_size={block.config.block_size} writes at most {most} tokens: lower k")
+    for name, value in (("k", speculation.k), ("k_max", speculation.k_max)):
+        if isinstance(value, int) and value > most:
+            raise ConfigError(
+                f"{draft} of block_size={block.config.block_size} writes at most {most} tokens: lower {name}"
+            )
     return block
 
 

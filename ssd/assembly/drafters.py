@@ -10,7 +10,7 @@ from ssd.assembly.draft_workers import await_workers, start_workers
 from ssd.assembly.placement import prepares_here
 from ssd.config import EngineConfig, SpeculationConfig
 from ssd.decoding.drafter import Drafter
-from ssd.drafting.arms import DEPTHS, Arm, make_arms
+from ssd.drafting.arms import Arm, depths_up_to, make_arms
 from ssd.drafting.controller import DepthController
 from ssd.drafting.custom import CustomDrafter
 from ssd.drafting.late import LateBindingDrafter
@@ -61,7 +61,7 @@ def drafter_of(
             drafters["ssd"] = workers
     if "auto" not in (speculation.mode, speculation.k, speculation.budget):
         return drafters[speculation.mode]
-    depths = DEPTHS if speculation.k == "auto" else (speculation.lookahead,)
+    depths = depths_up_to(speculation.lookahead) if speculation.k == "auto" else (speculation.lookahead,)
     modes = ("ar", *drafters) if "auto" in (speculation.mode, speculation.k) else (speculation.mode,)
     widths = (workers.budget,) if isinstance(workers, LateBindingDrafter) else speculation.budgets
     arms = make_arms(modes, depths, widths)

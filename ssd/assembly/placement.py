@@ -9,9 +9,10 @@ import torch
 
 from ssd.assembly.device import rank_device, resolve_device
 from ssd.assembly.memory import format_names, weight_bytes
-from ssd.config import SpeculationConfig
+from ssd.config import K_DEFAULT, K_MAX, SpeculationConfig
 from ssd.errors import ConfigError
 from ssd.execution.threads import num_cores
+from ssd.models.block import BlockCheckpoint
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.feature_draft import FeatureCheckpoint
 
@@ -65,6 +66,14 @@ def placed(
     first = rank_device(device, ranks) if wanted is None else resolve_device(wanted, "speculation draft_device")
     _check_draft_devices(speculation, first, {rank_device(device, rank) for rank in range(ranks)})
     return replace(speculation, draft_device=str(first))
+
+
+def deepened(speculation: SpeculationConfig, draft: Checkpoint | FeatureCheckpoint | None) -> SpeculationConfig:
+    """Resolves `k` and `k_max`: a block draft writes all its tokens in one pass."""
+    whole = draft.config.most_drafted if isinstance(draft, BlockCheckpoint) else None
+    if speculation.k == "auto":
+        return replace(speculation, k_max=speculation.k_max or whole or K_MAX)
+    return replace(speculation, k=speculation.k or whole or K_DEFAULT) if speculation.mode != "ar" else speculation
 
 
 def sized(

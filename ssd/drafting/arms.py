@@ -13,7 +13,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ssd.config import K_MAX
 from ssd.core import Outcome
 from ssd.drafting.estimate import Average, TypicalSeconds
 
@@ -34,7 +33,7 @@ _STRIDE = 4  # rounds between two choices
 _DEPTH_PENALTY = 0.015  # relative speed that each draft token after the shortest draft's must gain
 _MARGIN = 1.02  # expected speed-up that a change of arm needs
 _OPTIMISM = 1.08  # factor on an arm's expected speed for every trial since it was last measured
-DEPTHS = (1, 2, 3, 4, 6, K_MAX)
+_DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 
 
 class Arm(NamedTuple):
@@ -53,6 +52,11 @@ class Arm(NamedTuple):
 
 
 PLAIN = Arm(0, 0)
+
+
+def depths_up_to(most: int) -> list[int]:
+    """The draft lengths to choose from."""
+    return [*(k for k in _DEPTHS if k < most), most]
 
 
 def make_arms(modes: Seq[str], depths: Seq[int], widths: Seq[int]) -> list[Arm]:

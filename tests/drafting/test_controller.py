@@ -13,12 +13,12 @@ from fakes import make_sequence
 
 from ssd.core import Origin, Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Drafter, never
-from ssd.drafting.arms import DEPTHS, PLAIN, Arm, ArmTimes, make_arms
+from ssd.drafting.arms import PLAIN, Arm, ArmTimes, depths_up_to, make_arms
 from ssd.drafting.controller import DepthController
 from ssd.drafting.estimate import Average
 
 ALL = ("ar", "sd", "ssd")
-ARMS = make_arms(ALL, DEPTHS, (16,))
+ARMS = make_arms(ALL, depths_up_to(8), (16,))
 MODES = make_arms(ALL, (4,), (16,))
 
 
@@ -184,7 +184,7 @@ def test_an_arm_that_cannot_be_measured_is_given_up() -> None:
 def test_arms_of_the_modes() -> None:
     assert make_arms(("ssd",), (4,), (8, 16)) == [Arm(4, 8), Arm(4, 16)]
     assert make_arms(("ar", "sd"), (4,), (8,)) == [PLAIN, Arm(4, 0)]
-    assert {arm.mode for arm in make_arms(ALL, DEPTHS, (8,))} == set(ALL)
+    assert {arm.mode for arm in make_arms(ALL, depths_up_to(8), (8,))} == set(ALL)
     assert str(Arm(4, 16)) == "mode=ssd, k=4, 16 branches"
 
 

@@ -114,7 +114,7 @@ def test_each_draft_is_that_of_the_text_before_it(
             output = llm.generate([TOKENS], params)[0]
             wait_until_idle(llm.driver)
     assert output.metrics.accepted == (
-        0 if rate == 0 else output.metrics.drafted if rate == 1 else pytest.approx(12, abs=5)
+        0 if rate == 0 else output.metrics.drafted if rate == 1 else pytest.approx(12, abs=8)
     )
     assert len(observer.seen) > 2
     for draft, wanted in observer.seen:
