@@ -18,10 +18,14 @@ FEW = (3, 17, 60, 101, 222)  # tokens that requests are limited to, so that draf
 
 
 class Drafts(RoundObserver):
-    """The drafts of greedy requests in `seen`, each beside that of a plain implementation."""
+    """The drafts of greedy requests in `seen`, each beside that of a plain implementation.
 
-    def __init__(self, head: Head | Block) -> None:
-        self.head = head
+    `least`: tokens of a draft that is compared. Of a block draft all: one that is cut was written with more masks than
+    a short one has, because another sequence of its batch needed them.
+    """
+
+    def __init__(self, head: Head | Block, least: int = 1) -> None:
+        self.head, self.least = head, least
         self.seen = list[tuple[list[int], list[int]]]()
 
     def decided(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
@@ -34,7 +38,7 @@ class Drafts(RoundObserver):
                 self.compare(work, outcome, tokens[: len(tokens) - len(outcome.token_ids)], allowed)
 
     def compare(self, work: Work, outcome: Outcome, before: list[int], allowed: Seq[int] | None) -> None:
-        if outcome.draft:
+        if len(outcome.draft) >= self.least:
             self.seen.append((list(outcome.draft), self.head.draft(before, len(outcome.draft), allowed)[0]))
 
 

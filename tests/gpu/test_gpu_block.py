@@ -37,7 +37,7 @@ def test_drafts_are_those_of_a_plain_implementation(
     a graph."""
     target = make_model("qwen3")
     block = make_block(target, tmp_path / "block", **kind)
-    observer = Drafts(block)
+    observer = Drafts(block, least=K)
     options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_num_seqs": 4, "num_kv_blocks": 512}
     options |= {"block_size": 16, "max_model_len": 200, "max_num_batched_tokens": 48}
     speculation = {"mode": "sd", "draft": block.path, "k": K}
@@ -48,7 +48,8 @@ def test_drafts_are_those_of_a_plain_implementation(
         wait_until_idle(llm.driver)
         assert llm.engine.metrics.drafter_failures == 0
     assert len(observer.seen) > 50
-    assert sum(draft == wanted for draft, wanted in observer.seen) >= SHARE * len(observer.seen)
+    others = [pair for pair in observer.seen if pair[0] != pair[1]]
+    assert len(others) <= (1 - SHARE) * len(observer.seen), others
 
 
 @pytest.mark.parametrize("layout", ["dflash", "deepspec"])
