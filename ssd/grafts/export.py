@@ -28,10 +28,12 @@ from ssd.kernels.codes import Codes, Format, TargetFormat, bits_of, group_size, 
 from ssd.layers.formats.mxfp4 import MXFP4
 from ssd.layers.formats.rounded import Rounded
 from ssd.layers.spec import ExpertsSpec, MLPSpec, RopeConfig
+from ssd.models.block import SELECTOR_FIELDS, BlockConfig
 from ssd.models.checkpoint import all_weights
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import Decoder, outline, parameter_shapes
 from ssd.models.eagle import EagleCheckpoint, EagleConfig, authors_name, eagle_shapes
+from ssd.models.feature_draft import FeatureConfig
 from ssd.models.fused_experts import all_experts
 from ssd.models.repository import INDEX
 
@@ -242,20 +244,47 @@ def _graft_json(graft: GraftCheckpoint, dtype: torch.dtype) -> dict[str, Any]:
 
 def eagle_json(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
     """A head's config.json; without feature layers where they are the default ones."""
-    spec = config.attention
-    rope = _rope_parameters(spec.rope)
-    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
     layers = {"eagle_aux_hidden_state_layer_ids": [n - 1 for n in config.feature_layers]}
-    return config_json(config, dtype) | {
+    return _draft_json(config, dtype) | {
         "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "qwen3" if spec.qk_norm else "llama",
-        "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
-        "rope_theta": spec.rope.theta,
-        "rope_scaling": scaling if spec.rope.scaling != "default" else None,
         "mlp_bias": config.mlp.bias,
         "norm_before_residual": config.norm_before_residual,
         **({"eagle_config": layers} if config.feature_layers else {}),
+    }
+
+
+def block_json(config: BlockConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """A block draft's config.json: of DSpark in the layout of DeepSpec, else in that of the DFlash authors."""
+    names = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel"}
+    own: dict[str, Any] = {
+        "mask_token_id": config.mask_token,
+        "target_layer_ids": [n - 1 for n in config.feature_layers],
+    }
+    if config.selector is not None:
+        own |= dict(zip(SELECTOR_FIELDS, vars(config.selector).values(), strict=True))
+    markov = {
+        "markov_rank": config.markov_rank,
+        "markov_head_type": config.markov,
+        "enable_confidence_head": False,
+    }
+    return _draft_json(config, dtype) | {
+        "architectures": [names[config.family]],
+        "block_size": config.block_size,
+        "sample_from_anchor": config.anchored,
+        **(own | markov if config.family == "dspark" else {"dflash_config": own}),
+    }
+
+
+def _draft_json(config: FeatureConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """What all drafts on features have, in the spelling of transformers 4."""
+    rope = _rope_parameters(config.attention.rope)
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    return config_json(config, dtype) | {
+        "model_type": "qwen3" if config.attention.qk_norm else "llama",
+        "draft_vocab_size": config.draft_vocab_size,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": scaling if config.attention.rope.scaling != "default" else None,
     }
 
 
