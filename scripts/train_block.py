@@ -25,7 +25,7 @@ from torch import nn
 from train_eagle import HELD_OUT, data_arguments, load_target, read_tokens, teach
 from train_tiny import MLP, Model, Norm, Run, Shape, autocast, compiled, rotate, train, written
 
-from ssd.grafts.export import block_json, write_json
+from ssd.grafts.export import draft_json, write_json
 from ssd.layers.spec import GQASpec, LayerSpec, MLPSpec, RopeConfig
 from ssd.models.block import BlockConfig
 
@@ -226,7 +226,7 @@ def export(draft: Draft, family: str, out: Path) -> None:
         markov="vanilla",
         markov_rank=RANK,
     )
-    write_json(out / "config.json", block_json(config, torch.bfloat16))
+    write_json(out / "config.json", draft_json(config, torch.bfloat16))
 
 
 # --- command line -----------------------------------------------------------------------------------------------------

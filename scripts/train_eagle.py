@@ -26,7 +26,7 @@ from torch import nn
 from train_tiny import MLP, SHAPES, Model, Norm, Run, Shape, add_training_flags, autocast, rotate, train, written
 
 from ssd.assembly.open import BUNDLE
-from ssd.grafts.export import eagle_json, write_json
+from ssd.grafts.export import draft_json, write_json
 from ssd.layers.spec import GQASpec, LayerSpec, MLPSpec, RopeConfig
 from ssd.models.eagle import EagleConfig
 
@@ -264,7 +264,7 @@ def export(head: Head, ids: torch.Tensor, s: Shape, family: str, out: Path) -> N
         target_hidden_size=s.width,
         feature_layers=FEATURE_LAYERS,
     )
-    write_json(out / "config.json", eagle_json(config, torch.bfloat16))
+    write_json(out / "config.json", draft_json(config, torch.bfloat16))
 
 
 # --- command line -----------------------------------------------------------------------------------------------------

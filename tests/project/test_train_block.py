@@ -31,8 +31,8 @@ def script() -> Iterator[ModuleType]:
 def test_the_trained_function_is_what_the_engine_computes(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a key that a query must not see, a wrong position, and a tensor or field that the export loses: the logits
-    of a block after 21 tokens, each after the token that was drafted before it."""
+    """Logits of a block after 21 tokens, each after the token that was drafted before it. Catches a key that a query
+    must not see, a wrong position, and a tensor or field that the export loses."""
     target = script.load_target("llama", torch.device("cpu"))
     draft = script.Draft(target)
     for p in draft.parameters():
