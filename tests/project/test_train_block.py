@@ -8,14 +8,13 @@ import lzma
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from block_drafts import first_draft
 
 from ssd import LLM, SamplingParams
-from ssd.drafting.choice import TokenChoice
 
 ROOT = Path(__file__).parents[2]
 SIZES = "--steps 12 --batch 2 --anchors 3 --writers 40 --write-batches 1 --written 16 --report 5"
@@ -39,29 +38,13 @@ def test_the_trained_function_is_what_the_engine_computes(
         p.data.normal_(1.0 if p.dim() == 1 else 0.0, 0.1)
         p.data.copy_(p.data.bfloat16())
     script.export(draft, "llama", tmp_path)
-    seen: list[torch.Tensor] = []
-    keep = TokenChoice._keep
-
-    def spy(self: TokenChoice, found: torch.Tensor, *others: Any) -> None:
-        seen.extend(found.clone())
-        keep(self, found, *others)
-
-    monkeypatch.setattr(TokenChoice, "_keep", spy)
     tokens = torch.randint(0, 8000, (22,), generator=torch.Generator().manual_seed(5)).tolist()
-    speculation = {"mode": "sd", "draft": str(tmp_path), "k": 7}
-    with LLM("tiny-llama", device="cpu", dtype="float32", speculation=speculation) as llm:
-        drafter: Any = llm.engine.round.drafter
-        runner = drafter.model.runner
-        llm.engine.round.target.runner.logits_of(tokens[:-1], 1)  # type: ignore[attr-defined]
-        runner.state.append(0, len(tokens) - 1, tokens[-1:], 0)
-        runner.write([0], [SamplingParams(temperature=0.0)], 7, 1)
-        drafted = runner.state.drafts[0].tolist()
+    drafted, seen = first_draft("tiny-llama", str(tmp_path), tokens, 7, monkeypatch)
     ids = torch.tensor([tokens + drafted])
     blocks = script.Blocks.at(torch.tensor([4, 21]), ids.shape[1])  # another block, which must change nothing
     features, _ = script.teach(target, ids, script.FEATURE_LAYERS)
     with torch.no_grad():
         logits = F.linear(*draft(ids, features, blocks))[0, 1]
-    assert len(seen) == 7
     for ours, theirs in zip(seen, logits, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-4)
 
