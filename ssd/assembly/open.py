@@ -22,7 +22,8 @@ from ssd.text.json_file import read_json
 
 BUNDLE: Final = Path(__file__).parents[1] / "bundle"  # the small models that come with the package
 GRAFT_PREFIX: Final = "graft:"
-ON_FEATURES: Final = ("-block", "-eagle")  # ends of the names of bundled drafts that are no models
+HEAD: Final = "-eagle"  # ends the names of bundled heads
+BLOCK: Final = "-block"  # and of block drafts
 
 
 def open_checkpoint(model: str | os.PathLike[str], field: str = "model") -> Checkpoint:
@@ -105,7 +106,7 @@ def open_graft(base: str, shape: str, field: str = "model") -> GraftCheckpoint:
 
 def bundled_models() -> list[str]:
     """Names of the small models that come with the package."""
-    return [name for name in bundled() if not name.endswith(ON_FEATURES)]
+    return [name for name in bundled() if not name.endswith((HEAD, BLOCK))]
 
 
 def bundled() -> list[str]:
