@@ -24,7 +24,7 @@ from ssd import LLM, SamplingParams
 from ssd.assembly.open import open_feature_draft
 from ssd.bench.record import HELP, record, rows_of
 from ssd.core import RequestMetrics
-from ssd.models.block import BlockConfig
+from ssd.models.block import BlockCheckpoint
 from ssd.prompts import OWN_SETS, load_prompts
 
 MODES = {"sd": "-", "ssd": "--"}  # and their lines in the picture
@@ -72,8 +72,7 @@ def play(llm: LLM, name: str, args: argparse.Namespace, temperature: float) -> T
 
 def prepares(draft: str) -> bool:
     """Whether SSD can prepare its drafts."""
-    found = open_feature_draft(draft)
-    return found is None or not isinstance(found.config, BlockConfig)
+    return not isinstance(open_feature_draft(draft), BlockCheckpoint)
 
 
 def engine(args: argparse.Namespace, draft: str, mode: str) -> LLM:

@@ -14,7 +14,7 @@ from ssd.drafting.eagle import private_blocks
 from ssd.drafting.shapes import RunShapes, widths_up_to
 from ssd.errors import ConfigError
 from ssd.execution.state import SequenceState
-from ssd.models.block import BlockConfig
+from ssd.models.block import BlockCheckpoint
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.decoder import Decoder
 from ssd.models.feature_draft import FeatureCheckpoint
@@ -33,9 +33,7 @@ def open_draft(
     draft = open_feature_draft(speculation.draft_model)
     if draft is not None:
         draft = draft.for_target(target)
-        if isinstance(draft.config, BlockConfig):
-            _check_block(draft.config, speculation)
-        return draft
+        return _checked(draft, speculation) if isinstance(draft, BlockCheckpoint) else draft
     checkpoint = open_checkpoint(speculation.draft_model, "speculation draft")
     difference = tokenizer.difference(checkpoint.tokenizer())
     if difference is not None:
@@ -46,9 +44,9 @@ def open_draft(
     return checkpoint
 
 
-def _check_block(block: BlockConfig, speculation: SpeculationConfig) -> None:
+def _checked(block: BlockCheckpoint, speculation: SpeculationConfig) -> BlockCheckpoint:
     """ConfigError for options that a block draft cannot have."""
-    draft, most = f"speculation draft={speculation.draft!r}: a block draft", block.most_drafted
+    draft, most = f"speculation draft={speculation.draft!r}: a block draft", block.config.most_drafted
     if speculation.mode == "ssd":
         raise ConfigError(f'{draft} writes a whole draft in one pass, and nothing is prepared: use mode="sd"')
     if speculation.options_of_ssd:
@@ -57,7 +55,10 @@ def _check_block(block: BlockConfig, speculation: SpeculationConfig) -> None:
         raise ConfigError(f'{draft} has no acceptance="rejection": use the coupled rule')
     for name, value in (("k", speculation.k), ("k_max", speculation.k_max)):
         if isinstance(value, int) and value > most:
-            raise ConfigError(f"{draft} of block_size={block.block_size} writes at most {most} tokens: lower {name}")
+            raise ConfigError(
+                f"{draft} of block_size={block.config.block_size} writes at most {most} tokens: lower {name}"
+            )
+    return block
 
 
 def load_draft(

@@ -61,11 +61,12 @@ class DraftGraft(FeatureCheckpoint):
             raise ConfigError(
                 f"speculation draft: the {base.config.kind} is not rounded by :{form}: use draft_quantization={form!r}"
             )
+        if isinstance(base, DraftGraft):
+            raise ConfigError(f"speculation draft: {base.path.name} is a graft already: name what it is a graft of")
         if isinstance(base, BlockCheckpoint):
             return BlockGraft(base.path, base.config, base, shape_name)
-        if isinstance(base, EagleCheckpoint):
-            return EagleGraft(base.path, base.config, base, shape_name)
-        raise ConfigError(f"speculation draft: {base.path.name} is a graft already: name what it is a graft of")
+        assert isinstance(base, EagleCheckpoint)
+        return EagleGraft(base.path, base.config, base, shape_name)
 
     @property
     def note(self) -> str:
@@ -155,7 +156,7 @@ class DraftGraft(FeatureCheckpoint):
 
 
 @dataclass(frozen=True)
-class EagleGraft(DraftGraft):
+class EagleGraft(DraftGraft, EagleCheckpoint):
     base: EagleCheckpoint
     config: EagleConfig
 
@@ -202,7 +203,7 @@ class EagleGraft(DraftGraft):
 
 
 @dataclass(frozen=True)
-class BlockGraft(DraftGraft):
+class BlockGraft(DraftGraft, BlockCheckpoint):
     """The additional layers read the features without a norm, so what their attention finds is dropped by o."""
 
     base: BlockCheckpoint

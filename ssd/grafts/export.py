@@ -276,16 +276,13 @@ def _block_json(config: BlockConfig) -> dict[str, Any]:
     }
     if config.selector is not None:
         own |= dict(zip(SELECTOR_FIELDS, vars(config.selector).values(), strict=True))
-    markov = {
-        "markov_rank": config.markov_rank,
-        "markov_head_type": config.markov,
-        "enable_confidence_head": False,
-    }
+    if config.markov is not None:
+        own |= {"markov_rank": config.markov_rank, "markov_head_type": config.markov}
     return {
         "architectures": [names[config.family]],
         "block_size": config.block_size,
         "sample_from_anchor": config.anchored,
-        **(own | markov if config.family == "dspark" else {"dflash_config": own}),
+        **(own if config.family == "dspark" else {"dflash_config": own}),
     }
 
 
