@@ -42,7 +42,7 @@ from ssd.kernels.ops import Branches, DeviceBatch
 from ssd.layers.formats.rounded import rounded
 from ssd.layers.parameter import Build
 from ssd.models.decoder import Decoder, KVCache
-from ssd.models.eagle import EagleConfig, EagleHead, eagle_shapes
+from ssd.models.eagle import EagleConfig, EagleHead
 from ssd.models.persistent import persistent_step
 from ssd.parallel.tensor import TensorParallel
 from ssd.sampling.sampler import Needs, Rows, Sampler, SamplingColumns
@@ -138,7 +138,7 @@ def make_head(shape: str, context: int) -> tuple[EagleHead, KVCache]:
     head = EagleHead(config, Build(ops, CUDA, torch.bfloat16), max_positions=2 * context)
     head.load(
         (name, fill_random(torch.empty(size, dtype=torch.bfloat16, device=CUDA), name))
-        for name, size in eagle_shapes(config).items()
+        for name, size in config.shapes().items()
     )
     head.map_tokens(torch.arange(DRAFT_VOCAB))
     head.hidden = torch.zeros((16, config.hidden_size), dtype=torch.bfloat16, device=CUDA)
@@ -149,7 +149,7 @@ def make_head(shape: str, context: int) -> tuple[EagleHead, KVCache]:
 def head_bytes(config: EagleConfig) -> int:
     """Bytes of the weights that a step reads, in bfloat16."""
     unread = ("fc.weight", "embed_tokens.weight")
-    return sum(2 * math.prod(shape) for name, shape in eagle_shapes(config).items() if name not in unread)
+    return sum(2 * math.prod(shape) for name, shape in config.shapes().items() if name not in unread)
 
 
 def batches_of(decoder: Decoder, context: int) -> dict[str, DeviceBatch]:

@@ -1,4 +1,5 @@
-"""Draft models against EAGLE heads: acceptance by position, tokens a round and hit rate, in SD and SSD, set by set.
+"""Draft models, EAGLE heads and block drafts: acceptance by position, tokens a round and hit rate, in SD and (not block
+drafts) SSD, set by set.
 
     python bench/drafts.py tiny-llama tiny-llama-draft tiny-llama-eagle      # table, and docs/pictures/drafts.png
     SSD_DATASET_DIR=… python bench/drafts.py tiny-qwen3 tiny-qwen3-draft tiny-qwen3-eagle --prompts 32 --device cuda
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import cycle, zip_longest
 from pathlib import Path
 
 from rich.console import Console
@@ -20,11 +21,13 @@ from rich.progress import track
 from rich.table import Table
 
 from ssd import LLM, SamplingParams
+from ssd.assembly.open import open_feature_draft
 from ssd.bench.record import HELP, record, rows_of
 from ssd.core import RequestMetrics
+from ssd.models.block import BlockCheckpoint
 from ssd.prompts import OWN_SETS, load_prompts
 
-MODES = ("sd", "ssd")
+MODES = {"sd": "-", "ssd": "--"}  # and their lines in the picture
 _COLOURS = ("#e07a1f", "#4c8bf5", "#0b9e6b", "#a259c4")  # of drafts
 
 
@@ -67,6 +70,11 @@ def play(llm: LLM, name: str, args: argparse.Namespace, temperature: float) -> T
     return Tally([output.metrics for output in outputs], llm.engine.metrics.spec_decode_num_drafts - before)
 
 
+def prepares(draft: str) -> bool:
+    """Whether SSD can prepare its drafts."""
+    return not isinstance(open_feature_draft(draft), BlockCheckpoint)
+
+
 def engine(args: argparse.Namespace, draft: str, mode: str) -> LLM:
     speculation = {"mode": mode, "draft": draft, "k": args.k}
     speculation |= {"placement": "inline", "backup": "jit", "budget": args.budget} if mode == "ssd" else {}
@@ -79,7 +87,8 @@ def main() -> None:
     table = Table("draft", "mode", "T", "set", "tokens/round", "hits", f"acceptance at 1 to {args.k}")
     table.title = f"{args.target}, K = {args.k}, {args.prompts} prompts of a set, {args.tokens} tokens each"
     means: dict[tuple[str, str, float], Tally] = {}
-    for draft, mode in track([(draft, mode) for draft in args.drafts for mode in MODES], "measuring", transient=True):
+    pairs = [(draft, mode) for draft in args.drafts for mode in MODES if mode == "sd" or prepares(draft)]
+    for draft, mode in track(pairs, "measuring", transient=True):
         with engine(args, draft, mode) as llm:
             for temperature in args.temperatures:
                 total = means[draft, mode, temperature] = Tally()
@@ -101,11 +110,12 @@ def draw(args: argparse.Namespace, means: dict[tuple[str, str, float], Tally]) -
     figure = Figure(figsize=(4.2 * len(args.temperatures), 3.6), layout="constrained")
     panels: Sequence = figure.subplots(1, len(args.temperatures), sharey=True, squeeze=False)[0]
     for axes, temperature in zip(panels, args.temperatures, strict=True):
-        for draft, colour in zip(args.drafts, _COLOURS, strict=False):
-            for mode, line in zip(MODES, ("-", "--"), strict=True):
-                found = means[draft, mode, temperature]
+        colours = dict(zip(args.drafts, cycle(_COLOURS), strict=False))
+        for (draft, mode, at), found in means.items():
+            if at == temperature:
                 label = f"{draft}, {mode.upper()}: {found.tokens_per_round:.2f} tokens a round"
-                axes.plot(range(1, args.k + 1), found.acceptance(), line, color=colour, marker="o", label=label)
+                places = range(1, args.k + 1)
+                axes.plot(places, found.acceptance(), MODES[mode], color=colours[draft], marker="o", label=label)
         axes.set(title=f"temperature {temperature:g}", xlabel="position in the draft", xticks=range(1, args.k + 1))
         axes.set_ylim(0, 1)
         axes.grid(alpha=0.3)
@@ -117,7 +127,7 @@ def draw(args: argparse.Namespace, means: dict[tuple[str, str, float], Tally]) -
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target")
-    parser.add_argument("drafts", nargs="+", help="draft models and EAGLE heads")
+    parser.add_argument("drafts", nargs="+", help="draft models, EAGLE heads and block drafts")
     parser.add_argument("--k", type=int, default=5)
     parser.add_argument("--budget", type=int, default=16, help="branches a sequence, in SSD")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])

@@ -14,7 +14,7 @@ import argparse
 import json
 import lzma
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ from torch import nn
 from train_tiny import MLP, SHAPES, Model, Norm, Run, Shape, add_training_flags, autocast, rotate, train, written
 
 from ssd.assembly.open import BUNDLE
-from ssd.grafts.export import eagle_json, write_json
+from ssd.grafts.export import draft_json, write_json
 from ssd.layers.spec import GQASpec, LayerSpec, MLPSpec, RopeConfig
 from ssd.models.eagle import EagleConfig
 
@@ -116,13 +116,13 @@ class Head(nn.Module):
 
 
 @torch.no_grad()
-def teach(teacher: Model, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def teach(teacher: Model, ids: torch.Tensor, feature_layers: Collection[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Features of all tokens, and the target's logits after them."""
     x = teacher.embed_tokens(ids)
     found = []
     for i, layer in enumerate(teacher.layers, 1):
         x = layer(x, teacher.rope[:, : ids.shape[1]], None, 0)
-        found += [x] if i in FEATURE_LAYERS else []
+        found += [x] if i in feature_layers else []
     return torch.cat(found, -1), teacher.logits(teacher.norm(x))
 
 
@@ -181,7 +181,7 @@ def train_head(args: argparse.Namespace, family: str) -> None:
     def loss_of(step: int) -> torch.Tensor:
         rows = windows(step)
         with autocast(args.device):
-            features, wanted = teach(teacher, rows)
+            features, wanted = teach(teacher, rows, FEATURE_LAYERS)
             p = wanted[:, 1:, ids].float().log_softmax(-1)
             embedded = teacher.embed_tokens(rows[:, 1:])
             losses = [
@@ -210,7 +210,7 @@ def acceptance(
     """By position in drafts that were right so far: the share of equal likeliest tokens, and mean sum(min(p, q)); then
     the tokens per round of greedy drafts."""
     with autocast(rows.device):
-        features, wanted = teach(teacher, rows)
+        features, wanted = teach(teacher, rows, FEATURE_LAYERS)
         p = wanted[:, 1:].float().softmax(-1)
         right = torch.ones_like(rows[:, 1:], dtype=torch.bool)  # all tokens of the draft so far, by its last row
         found: list[Shares] = []
@@ -264,7 +264,7 @@ def export(head: Head, ids: torch.Tensor, s: Shape, family: str, out: Path) -> N
         target_hidden_size=s.width,
         feature_layers=FEATURE_LAYERS,
     )
-    write_json(out / "config.json", eagle_json(config, torch.bfloat16))
+    write_json(out / "config.json", draft_json(config, torch.bfloat16))
 
 
 # --- command line -----------------------------------------------------------------------------------------------------
@@ -282,22 +282,25 @@ NUMBERS: list[tuple[str, type, float, str]] = [
 ]
 
 
-def arguments(command: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def data_arguments(
+    command: list[str] | None, description: str, numbers: list[tuple[str, type, float, str]]
+) -> argparse.Namespace:
+    """Of a training on what the bundled targets write; its folder of work is there afterwards."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--data", type=Path, default=os.environ.get("SSD_DATASET_DIR"), help="folder of .jsonl.xz files"
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder for the heads")
-    add_training_flags(parser, NUMBERS)
+    parser.add_argument("--out", type=Path, required=True, help="folder for what is trained")
+    add_training_flags(parser, numbers)
     args = parser.parse_args(command)
     if args.data is None:
         parser.error("--data, or SSD_DATASET_DIR, is needed: a folder of .jsonl.xz files")
+    args.work.mkdir(parents=True, exist_ok=True)
     return args
 
 
 def main(command: list[str] | None = None) -> None:
-    args = arguments(command)
-    args.work.mkdir(parents=True, exist_ok=True)
+    args = data_arguments(command, str(__doc__), NUMBERS)
     for family in args.family:
         train_head(args, family)
 

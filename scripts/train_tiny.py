@@ -193,9 +193,9 @@ class Run:
     step: int = 0
 
     def __post_init__(self) -> None:
-        words = ("embed_tokens.weight", "lm_head.weight")
-        matrices = [p for n, p in self.model.named_parameters() if p.dim() == 2 and n not in words]
-        others = [p for n, p in self.model.named_parameters() if p.dim() == 1 or n in words]
+        words = ("embed_tokens.weight", "lm_head.weight", "markov_w1.weight", "markov_w2.weight")  # a row of each token
+        matrices = [p for n, p in self.model.named_parameters() if p.dim() == 2 and not n.endswith(words)]
+        others = [p for n, p in self.model.named_parameters() if p.dim() == 1 or n.endswith(words)]
         self.optimizers: list[torch.optim.Optimizer] = [
             Muon(matrices, self.rate),
             torch.optim.AdamW(others, lr=self.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),

@@ -8,10 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TestModel
 from safetensors.torch import save_file
+
+from ssd import LLM, SamplingParams
+from ssd.drafting.block import BlockRunner
+from ssd.drafting.choice import TokenChoice
 
 Layout = Literal["dflash", "deepspec", "speculators"]
 TAPS, GROUP, CANDIDATES = 3, 8, 5  # of DFlash 2
@@ -123,6 +128,29 @@ class Block:
         gate, up = (F.linear(normed, w[f"{p}mlp.{each}_proj.weight"]) for each in ("gate", "up"))
         out = F.linear(F.silu(gate) * up, w[p + "mlp.down_proj.weight"])
         return x + self._convolved(p + "mlp_conv", out, before, 1)
+
+
+def first_draft(
+    model: str, draft: str, tokens: Seq[int], count: int, patch: pytest.MonkeyPatch
+) -> tuple[list[int], list[torch.Tensor]]:
+    """The greedy draft that the engine writes after some tokens, which one forward pass of the target has read, and the
+    logits of each of its tokens."""
+    seen: list[torch.Tensor] = []
+    keep = TokenChoice._keep
+
+    def spy(self: TokenChoice, found: torch.Tensor, *others: Any) -> None:
+        seen.extend(found.clone())
+        keep(self, found, *others)
+
+    speculation = {"mode": "sd", "draft": draft, "k": count}
+    with patch.context() as context, LLM(model, device="cpu", dtype="float32", speculation=speculation) as llm:
+        context.setattr(TokenChoice, "_keep", spy)
+        drafter: Any = llm.engine.round.drafter
+        runner: BlockRunner = drafter.model.runner
+        llm.engine.round.target.runner.logits_of(tokens[:-1], 1)  # type: ignore[attr-defined]
+        runner.state.append(0, len(tokens) - 1, tokens[-1:], 0)
+        runner.write([0], [SamplingParams(temperature=0.0)], count, 1)
+        return runner.state.drafts[0].tolist(), seen
 
 
 def _rotate(x: torch.Tensor, first: int) -> torch.Tensor:

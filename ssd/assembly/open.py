@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from ssd.errors import ConfigError, ModelNotFound, UnsupportedModel
-from ssd.grafts.eagle_graft import EagleGraft
+from ssd.grafts.draft_graft import DraftGraft
 from ssd.grafts.graft import GraftCheckpoint
 from ssd.models.block import BlockCheckpoint
 from ssd.models.checkpoint import Checkpoint, HFCheckpoint
@@ -23,6 +23,7 @@ from ssd.text.json_file import read_json
 BUNDLE: Final = Path(__file__).parents[1] / "bundle"  # the small models that come with the package
 GRAFT_PREFIX: Final = "graft:"
 HEAD: Final = "-eagle"  # ends the names of bundled heads
+BLOCK: Final = "-block"  # and of block drafts
 
 
 def open_checkpoint(model: str | os.PathLike[str], field: str = "model") -> Checkpoint:
@@ -43,18 +44,13 @@ def open_checkpoint(model: str | os.PathLike[str], field: str = "model") -> Chec
     return _open_file(path) if path.is_file() else HFCheckpoint.open(path)
 
 
-def open_eagle(draft: str, field: str = "speculation draft") -> EagleCheckpoint | None:
-    """Opens an EAGLE head (bundled, a directory, a hub id, or a graft of one); None if `draft` is something else."""
-    found = open_feature_draft(draft, field)
-    return found if isinstance(found, EagleCheckpoint) else None
-
-
 def open_feature_draft(draft: str, field: str = "speculation draft") -> FeatureCheckpoint | None:
-    """Opens a draft on the target's features: an EAGLE head, or a block draft (a directory, a hub id)."""
+    """Opens a draft on the target's features, an EAGLE head or a block draft (bundled, a directory, a hub id, or a
+    graft of one); None if `draft` is something else."""
     if draft.startswith(GRAFT_PREFIX):
         base, _, shape = draft.removeprefix(GRAFT_PREFIX).rpartition("@")
-        head = open_eagle(base, field) if base else None
-        return None if head is None else EagleGraft.of(head, shape)
+        found = open_feature_draft(base, field) if base else None
+        return None if found is None else DraftGraft.of(found, shape)
     path = model_path(draft, field)
     config = path / "config.json"
     raw = read_json(config) if config.is_file() else {}
@@ -75,7 +71,7 @@ def model_path(name: str, field: str = "model") -> Path:
         return _inside_cache_entry(path)
     if is_hub_id(name):
         return find_or_download(name, field)
-    known = bundled_models() if field == "model" else bundled()  # a draft may be a head
+    known = bundled_models() if field == "model" else bundled()  # a draft may be no model
     close = get_close_matches(name, known, n=1)
     raise ModelNotFound(
         f"{field}={name!r}: no such directory or .gguf file, and not a hub id of the form org/name or org/name:Q4_K_M; "
@@ -110,11 +106,11 @@ def open_graft(base: str, shape: str, field: str = "model") -> GraftCheckpoint:
 
 def bundled_models() -> list[str]:
     """Names of the small models that come with the package."""
-    return [name for name in bundled() if not name.endswith(HEAD)]
+    return [name for name in bundled() if not name.endswith((HEAD, BLOCK))]
 
 
 def bundled() -> list[str]:
-    """Names of all models that come with the package, EAGLE heads among them."""
+    """Names of all models that come with the package, EAGLE heads and block drafts among them."""
     return sorted(file.parent.name for file in BUNDLE.glob("*/config.json"))
 
 

@@ -1,4 +1,4 @@
-"""`ssd graft` and `ssd export-eagle`: checkpoints written for other engines, and for later."""
+"""`ssd graft` and `ssd export-draft`: checkpoints written for other engines, and for later."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ needs to be written to try it: [cyan]ssd generate graft:tiny-llama@llama-3.1-8b 
 
   ssd graft tiny-llama --shape llama-3.1-8b --quantization fp8   (in memory: graft:tiny-llama@llama-3.1-8b:fp8)
 """
-EAGLE_HELP: Final = """\
-Write an EAGLE-3 head in the layout of the EAGLE authors, which other engines load, too.
+DRAFT_HELP: Final = """\
+Write an EAGLE-3 head or a block draft (DFlash, DFlash 2, DSpark) in the layout of its authors, which other engines \
+load, too.
 
-HEAD is a directory, a hub id or a graft of one; its own layout may be that of speculators.
+DRAFT is a directory, a hub id or a graft of one; its own layout may be that of speculators.
 
 [bold]Try[/]
 
-  ssd export-eagle tiny-llama-eagle --out ./head
+  ssd export-draft tiny-llama-eagle --out ./head
 
-  ssd export-eagle graft:tiny-llama-eagle@llama-3.1-8b --target graft:tiny-llama@llama-3.1-8b --out ./head-8b
+  ssd export-draft graft:tiny-llama-block@llama-3.1-8b --target graft:tiny-llama@llama-3.1-8b --out ./block-8b
 """
 DTYPE: Final = typer.Option(help="Type of the weights.")
 DEVICE: Final = typer.Option(help="Where the weights are made.")
@@ -77,11 +78,11 @@ def graft(
 
 
 @command
-def export_eagle(
-    head: Annotated[str, typer.Argument(metavar="HEAD", help="The head.")],
+def export_draft(
+    draft: Annotated[str, typer.Argument(metavar="DRAFT", help="The head or block draft.")],
     out: Annotated[Path, typer.Option(help="Directory to write.")],
     target: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="The model that it drafts for: a graft of a head needs it.")
+        str | None, typer.Option(metavar="MODEL", help="The model that it drafts for: a graft of a draft needs it.")
     ] = None,
     dtype: Annotated[Literal["bfloat16", "float16", "float32"], DTYPE] = "bfloat16",
     device: Annotated[Device, DEVICE] = "auto",
@@ -89,18 +90,18 @@ def export_eagle(
     import torch
 
     from ssd.assembly.device import resolve_device
-    from ssd.assembly.open import open_checkpoint, open_eagle
-    from ssd.grafts.eagle_graft import EagleGraft
-    from ssd.grafts.export import write_eagle
+    from ssd.assembly.open import open_checkpoint, open_feature_draft
+    from ssd.grafts.draft_graft import DraftGraft
+    from ssd.grafts.export import write_draft
 
-    found = open_eagle(head, "HEAD")
+    found = open_feature_draft(draft, "DRAFT")
     if found is None:
-        raise ConfigError(f"HEAD={head!r} is no EAGLE head: name the directory or hub id of one")
-    if target is None and isinstance(found, EagleGraft):
-        raise ConfigError(f"HEAD={head!r} is a graft: name the graft that it drafts for with --target")
+        raise ConfigError(f"DRAFT={draft!r} is no EAGLE head or block draft: name the directory or hub id of one")
+    if target is None and isinstance(found, DraftGraft):
+        raise ConfigError(f"DRAFT={draft!r} is a graft: name the graft that it drafts for with --target")
     if target is not None:
         found = found.for_target(open_checkpoint(target, "target"))
     kind: torch.dtype = getattr(torch, dtype)
-    write_eagle(found, out, kind, resolve_device(device))
+    write_draft(found, out, kind, resolve_device(device))
     print_note(found.note)
     typer.echo(out)

@@ -112,7 +112,7 @@ _add("bench serve", help=bench_serve.HELP)(bench_serve.bench_serve)
 _add("cache", help=cache.HELP)(cache.show)
 _add("cache clear", help=cache.CLEAR_HELP)(cache.clear)
 _add(help=export.GRAFT_HELP)(export.graft)
-_add(help=export.EAGLE_HELP)(export.export_eagle)
+_add(help=export.DRAFT_HELP)(export.export_draft)
 
 
 @_add("version")

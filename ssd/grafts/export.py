@@ -1,5 +1,5 @@
-"""Writing grafts, as directories that ssd and transformers load like any other checkpoint, and EAGLE heads, in the
-layout of their authors, which SGLang, vLLM and SpecForge load, too. Rounded grafts are in the layout of
+"""Writing grafts, as directories that ssd and transformers load like any other checkpoint, and EAGLE heads and block
+drafts, in the layout of their authors, which other engines load, too. Rounded grafts are in the layout of
 compressed-tensors: weights only, activations stay as they are.
 
 Tensors of grafts are made and written one by one; a directory appears under its name only when it is whole. Knows
@@ -28,10 +28,12 @@ from ssd.kernels.codes import Codes, Format, TargetFormat, bits_of, group_size, 
 from ssd.layers.formats.mxfp4 import MXFP4
 from ssd.layers.formats.rounded import Rounded
 from ssd.layers.spec import ExpertsSpec, MLPSpec, RopeConfig
+from ssd.models.block import SELECTOR_FIELDS, BlockConfig
 from ssd.models.checkpoint import all_weights
 from ssd.models.config import DecoderConfig
 from ssd.models.decoder import Decoder, outline, parameter_shapes
-from ssd.models.eagle import EagleCheckpoint, EagleConfig, authors_name, eagle_shapes
+from ssd.models.eagle import EagleConfig, authors_name
+from ssd.models.feature_draft import FeatureCheckpoint, FeatureConfig
 from ssd.models.fused_experts import all_experts
 from ssd.models.repository import INDEX
 
@@ -78,22 +80,21 @@ def write_graft(
         write_json(folder / "config.json", _graft_json(graft, dtype))
 
 
-def write_eagle(head: EagleCheckpoint, out: Path, dtype: torch.dtype, device: torch.device) -> None:
-    """Writes a head, which may be in another layout, or a graft."""
-    config = head.config
-    size = sum(map(math.prod, eagle_shapes(config).values())) * dtype.itemsize
+def write_draft(draft: FeatureCheckpoint, out: Path, dtype: torch.dtype, device: torch.device) -> None:
+    """Writes an EAGLE head or a block draft, which may be in another layout, or a graft."""
+    config = draft.config
+    size = sum(map(math.prod, config.shapes().values())) * dtype.itemsize
     with _new_directory(out, size) as folder:
-        weights = {
-            authors_name(name): tensor.cpu().contiguous() for name, tensor in all_weights(head, device, dtype).items()
-        }
-        ids = head.target_ids()
+        name_of = authors_name if isinstance(config, EagleConfig) else str
+        weights = {name_of(name): each.cpu().contiguous() for name, each in all_weights(draft, device, dtype).items()}
+        ids = draft.target_ids()
         if ids is not None:
             weights["d2t"] = ids - torch.arange(len(ids), device=ids.device)
             weights["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool, device=ids.device).index_fill(
                 0, ids, True
             )
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        write_json(folder / "config.json", eagle_json(config, dtype))
+        write_json(folder / "config.json", draft_json(config, dtype))
 
 
 @contextmanager
@@ -240,27 +241,53 @@ def _graft_json(graft: GraftCheckpoint, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def eagle_json(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """A head's config.json; without feature layers where they are the default ones."""
-    spec = config.attention
-    rope = _rope_parameters(spec.rope)
+def draft_json(config: FeatureConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json of a draft on features, in the spelling of transformers 4."""
+    rope = _rope_parameters(config.attention.rope)
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
-    layers = {"eagle_aux_hidden_state_layer_ids": [n - 1 for n in config.feature_layers]}
+    assert isinstance(config, EagleConfig | BlockConfig)
     return config_json(config, dtype) | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "qwen3" if spec.qk_norm else "llama",
+        "model_type": "qwen3" if config.attention.qk_norm else "llama",
         "draft_vocab_size": config.draft_vocab_size,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": scaling if config.attention.rope.scaling != "default" else None,
+        **(_eagle_json(config) if isinstance(config, EagleConfig) else _block_json(config)),
+    }
+
+
+def _eagle_json(config: EagleConfig) -> dict[str, Any]:
+    """Without feature layers where they are the default ones."""
+    layers = {"eagle_aux_hidden_state_layer_ids": [n - 1 for n in config.feature_layers]}
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
         "target_hidden_size": config.target_hidden_size,
-        "rope_theta": spec.rope.theta,
-        "rope_scaling": scaling if spec.rope.scaling != "default" else None,
         "mlp_bias": config.mlp.bias,
         "norm_before_residual": config.norm_before_residual,
         **({"eagle_config": layers} if config.feature_layers else {}),
     }
 
 
+def _block_json(config: BlockConfig) -> dict[str, Any]:
+    """DSpark in the layout of DeepSpec, the others in that of the DFlash authors."""
+    names = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel"}
+    own: dict[str, Any] = {
+        "mask_token_id": config.mask_token,
+        "target_layer_ids": [n - 1 for n in config.feature_layers],
+    }
+    if config.selector is not None:
+        own |= dict(zip(SELECTOR_FIELDS, vars(config.selector).values(), strict=True))
+    if config.markov is not None:
+        own |= {"markov_rank": config.markov_rank, "markov_head_type": config.markov}
+    return {
+        "architectures": [names[config.family]],
+        "block_size": config.block_size,
+        "sample_from_anchor": config.anchored,
+        **(own if config.family == "dspark" else {"dflash_config": own}),
+    }
+
+
 def config_json(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """The fields of a config.json that models and EAGLE heads share."""
+    """The fields of a config.json that models and drafts on features share."""
     attention, mlp = host(config).attention, host(config).mlp
     windows = [layer.attention.window for layer in config.layers]
     return {

@@ -67,7 +67,7 @@ _FIELDS: Final[Mapping[str, Field]] = {
 }
 _UNUSED: Final = ("embed_tokens.weight", "lm_head.weight")  # of a draft with the target's vocabulary: copies
 _CONFIDENCE: Final = "confidence_head."
-_CONVOLUTION: Final[Mapping[str, Field]] = {
+SELECTOR_FIELDS: Final[Mapping[str, Field]] = {  # of a config.json, in the order of SelectorSpec's
     "conv_kernel_size": size(64),
     "conv_group_size": WIDTH,
     "selector_rank": WIDTH,
@@ -390,8 +390,8 @@ def block_config(raw: Mapping[str, Any], shapes: Mapping[str, Seq[int]]) -> Bloc
 
 
 def _selector(raw: Mapping[str, Any], nested: Mapping[str, Any], width: int) -> SelectorSpec:
-    given = {key: nested.get(key, raw.get(key)) for key in _CONVOLUTION}
-    check_fields(given, _CONVOLUTION, "config.json")
+    given = {key: nested.get(key, raw.get(key)) for key in SELECTOR_FIELDS}
+    check_fields(given, SELECTOR_FIELDS, "config.json")
     names = ("taps", "group", "rank", "candidates", "embedding_scale", "multiplier", "softcap")
     found = {name: value for name, value in zip(names, given.values(), strict=True) if value is not None}
     spec = SelectorSpec(**found)

@@ -21,7 +21,7 @@ from ssd.kernels.ops import DeviceBatch
 from ssd.layers.norm import RMSNorm
 from ssd.layers.parameter import Build, Parameter
 from ssd.layers.rotary import RopeTables
-from ssd.models.decoder import DecoderLayer, KVCache, outline
+from ssd.models.decoder import DecoderLayer, KVCache
 from ssd.models.families import decoder_config
 from ssd.models.feature_draft import FeatureCheckpoint, FeatureConfig, FeatureDraft, Shared, full_attention, layer_ids
 from ssd.models.fields import FLAG, LIST, OBJECT, TEXT, VOCABULARY, WIDTH, Field, check_fields, shown
@@ -143,11 +143,6 @@ class EagleHead(FeatureDraft):
         if left is not hidden:
             hidden.copy_(left)
         return self.in_target_vocabulary(self.head.logits(x))
-
-
-def eagle_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that is loaded for a head of this config (of speculators' layout), but for the token maps."""
-    return config.make(outline(), 1).shapes()
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

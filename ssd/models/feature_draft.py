@@ -23,7 +23,7 @@ from ssd.layers.linear import ColumnLinear, Embedding
 from ssd.layers.parameter import Build, LazyTensor, Parameter
 from ssd.models.checkpoint import Checkpoint, Weights, read_safetensors, stored_in, weight_files
 from ssd.models.config import DecoderConfig
-from ssd.models.decoder import Decoder, KVCache
+from ssd.models.decoder import Decoder, KVCache, outline
 from ssd.models.fields import shown
 from ssd.text.json_file import read_json
 
@@ -70,6 +70,10 @@ class FeatureConfig(DecoderConfig):
     def make(self, build: Build, max_positions: int, shared: Shared | None = None) -> FeatureDraft:
         """The draft, without its weights."""
         raise NotImplementedError
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor that is loaded for a draft of this config, but for the token maps."""
+        return self.make(outline(), 1).shapes()
 
     def _misfit(self, field: str, own: int, target: int) -> ConfigError:
         return ConfigError(

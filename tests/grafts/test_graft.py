@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 
 from ssd import LLM, ConfigError, ModelNotFound, SamplingParams, SSDError
 from ssd.assembly import open as open_module
-from ssd.assembly.open import open_checkpoint, open_eagle, open_graft
+from ssd.assembly.open import open_checkpoint, open_feature_draft, open_graft
 from ssd.bench.transformers_peer import files_of
 from ssd.cli.main import app
 from ssd.grafts import export
@@ -262,7 +262,7 @@ def test_a_graft_is_rounded_once(make_base: Callable[..., Path]) -> None:
     with pytest.raises(ConfigError, match=r"quantization='int8': the checkpoint is quantised already .*leave it out"):
         LLM(f"graft:{path}@llama-everything:fp8", device="cpu", quantization="int8")
     with pytest.raises(ConfigError, match="not rounded by :fp8: use draft_quantization='fp8'"):
-        open_eagle("graft:tiny-llama-eagle@llama-3.1-8b:fp8")
+        open_feature_draft("graft:tiny-llama-eagle@llama-3.1-8b:fp8")
     with pytest.raises(ConfigError, match=r"ssd graft m --shape llama-3\.1-8b --quantization fp8`"):
         files_of("graft:m@llama-3.1-8b:fp8")
 

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from block_drafts import make_block
+from bits import same_bits
+from block_drafts import Markov, first_draft, make_block
 from conftest import TestModel, mostly_slow
 from eagle_observers import Drafts
 from fakes import wait_until_idle
+from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from ssd import LLM, SamplingParams
-from ssd.drafting.block import BlockRunner
-from ssd.drafting.choice import TokenChoice
+from ssd.assembly.open import open_checkpoint, open_feature_draft
+from ssd.cli.main import app
 from ssd.errors import ConfigError, UnsupportedModel
+from ssd.grafts.shapes import SHAPES
+from ssd.layers.spec import RopeConfig
+from ssd.models.block import BlockCheckpoint, BlockConfig
+from ssd.models.config import equal_layers
+from ssd.models.feature_draft import FeatureCheckpoint
 
 K = 5
 TOKENS = [3, 141, 59, 265, 35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 288, 41, 97, 169, 39, 93]
@@ -45,21 +54,8 @@ def test_drafts_are_those_of_a_plain_implementation(
     target = make_model(kind)
     block = make_block(target, tmp_path / "block", **options)
     tokens, logits = block.draft(TOKENS, K)
-    seen: list[torch.Tensor] = []
-    keep = TokenChoice._keep
-
-    def spy(self: TokenChoice, found: torch.Tensor, *others: Any) -> None:
-        seen.extend(found.clone())
-        keep(self, found, *others)
-
-    monkeypatch.setattr(TokenChoice, "_keep", spy)
-    with LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": block.path, "k": K}) as llm:
-        drafter: Any = llm.engine.round.drafter
-        runner: BlockRunner = drafter.model.runner
-        llm.engine.round.target.runner.logits_of(TOKENS[:-1], 1)  # type: ignore[attr-defined]
-        runner.state.append(0, len(TOKENS) - 1, TOKENS[-1:], 0)
-        runner.write([0], [SamplingParams(temperature=0.0)], K, 1)
-        assert runner.state.drafts[0].tolist() == tokens
+    written, seen = first_draft(target.path, block.path, TOKENS, K, monkeypatch)
+    assert written == tokens
     for ours, theirs in zip(seen, logits, strict=True):
         assert torch.equal(ours.isinf(), theirs.isinf())
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -186,3 +182,93 @@ def test_other_uses_are_refused_with_the_reason(make_model: Callable[[str], Test
             device="cpu",
             speculation={"mode": "sd", "draft": block.path, "k": 3, "acceptance": "rejection"},
         )
+
+
+@pytest.mark.parametrize(
+    ("vocab", "tied", "markov"),
+    mostly_slow([(1000, True, "vanilla"), (1000, False, "vanilla"), (320, False, "")], fast=[(1000, True, "vanilla")]),
+)
+def test_a_graft_drafts_what_the_small_one_drafts(
+    make_model: Callable[[str], TestModel],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    vocab: int,
+    tied: bool,
+    markov: Markov,
+) -> None:
+    """In the sizes of published ones. Catches random numbers that reach the logits, and the graft's own tokens."""
+    shape = equal_layers("llama", vocab, 256, 150, 7, 8, 4, 64, 99, 0.1, RopeConfig(7.0), tied)
+    monkeypatch.setitem(SHAPES, "big", shape)
+    target = make_model("llama-tied")
+    block = make_block(target, tmp_path / "block", "deepspec" if markov else "dflash", markov=markov)
+    tokens, logits = block.draft(TOKENS, K)
+    big, draft = (f"graft:{each}@big" for each in (target.path, block.path))
+    written, seen = first_draft(big, draft, TOKENS, K, monkeypatch)
+    assert written == tokens
+    for ours, theirs in zip(seen, logits, strict=True):
+        torch.testing.assert_close(ours[:320], theirs, rtol=1e-4, atol=1e-3)
+        assert vocab == 320 or ours[320:].max() < ours[:320].min() - 1000
+    config = open_graft_of(draft, big).config
+    assert isinstance(config, BlockConfig)
+    assert (config.num_layers, config.markov_rank, config.draft_vocab_size) == (5, 256 if markov else 0, vocab)
+    assert config.feature_layers == (2, 4)
+
+
+def open_graft_of(draft: str, model: str) -> FeatureCheckpoint:
+    found = open_feature_draft(draft)
+    assert found is not None
+    return found.for_target(open_checkpoint(model))
+
+
+def test_what_cannot_be_grafted_is_refused_with_the_reason(
+    make_model: Callable[[str], TestModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SHAPES, "big", equal_layers("qwen3", 1000, 384, 150, 7, 8, 4, 64, 99, 0.1, RopeConfig(7.0)))
+    target = make_model("qwen3")
+    model = f"graft:{target.path}@big"
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"layout": "deepspec", "markov": "rnn"}, "nor DSpark with a vanilla Markov head"),
+        ({"second": True}, "it is no DFlash draft"),
+        ({"layout": "speculators", "draft_vocab": 200}, "its draft_vocab_size=200 is not the target's 320"),
+    ]
+    for i, (options, words) in enumerate(refused):
+        block = make_block(target, tmp_path / str(i), **options)
+        with pytest.raises(ConfigError, match=words):
+            open_graft_of(f"graft:{block.path}@big", model)
+    with pytest.raises(ConfigError, match="use model='graft:…@big'"):
+        open_graft_of(f"graft:{block.path}@big", target.path)
+    with pytest.raises(ConfigError, match="is a graft already"):
+        open_graft_of(f"graft:graft:{block.path}@big@big", model)
+
+
+@pytest.mark.parametrize(("kind", "options"), mostly_slow(KINDS[2:], fast=[KINDS[2], KINDS[6], KINDS[8]]))
+def test_an_exported_draft_is_the_same_draft_in_the_authors_layout(
+    make_model: Callable[[str], TestModel], tmp_path: Path, kind: str, options: dict[str, Any]
+) -> None:
+    """Catches a field or a tensor that is lost, renamed or rounded, and layers that are counted otherwise."""
+    made = make_block(make_model(kind), tmp_path / "block", **options)
+    out = tmp_path / "out"
+    result = CliRunner().invoke(app, ["export-draft", made.path, "--out", str(out), "--dtype", "float32"])
+    assert result.exit_code == 0, result.output
+    ours, theirs = BlockCheckpoint.open(out), BlockCheckpoint.open(Path(made.path))
+    assert replace(ours.config, dtype="float32") == replace(theirs.config, dtype="float32")
+    stored = load_file(out / "model.safetensors")
+    assert stored.keys() - {"t2d"} == made.weights.keys()
+    for name, tensor in made.weights.items():
+        assert same_bits(stored[name], tensor), name
+
+
+def test_a_graft_is_exported_as_a_draft_for_the_graft(
+    make_model: Callable[[str], TestModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SHAPES, "big", equal_layers("llama", 1000, 256, 150, 7, 8, 4, 64, 99, 0.1, RopeConfig(7.0)))
+    target = make_model("llama-tied")
+    block = make_block(target, tmp_path / "block", "deepspec", markov="vanilla")
+    big, draft, out = f"graft:{target.path}@big", f"graft:{block.path}@big", str(tmp_path / "out")
+    command = ["export-draft", draft, "--out", out, "--dtype", "float32"]
+    assert "name the graft that it drafts for with --target" in CliRunner().invoke(app, command).output
+    result = CliRunner().invoke(app, [*command, "--target", big])
+    assert result.exit_code == 0, result.output
+    expected, found = (first_draft(big, each, TOKENS, K, monkeypatch) for each in (draft, out))
+    assert found[0] == expected[0]
+    assert all(same_bits(a, b) for a, b in zip(found[1], expected[1], strict=True))

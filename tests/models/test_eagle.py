@@ -197,7 +197,7 @@ def test_an_exported_head_is_the_same_head_in_the_authors_layout(
         make_model("qwen3"), tmp_path / "head", layout, own_embedding=True, norm_before_residual=True, changes=scaled
     )
     out = tmp_path / "out"
-    result = CliRunner().invoke(app, ["export-eagle", made.path, "--out", str(out), "--dtype", "float32"])
+    result = CliRunner().invoke(app, ["export-draft", made.path, "--out", str(out), "--dtype", "float32"])
     assert result.exit_code == 0, result.output
     ours, theirs = EagleCheckpoint.open(out), EagleCheckpoint.open(Path(made.path))
     assert replace(ours.config, dtype="float32") == replace(theirs.config, dtype="float32")
@@ -213,7 +213,7 @@ def test_a_graft_of_a_head_is_exported_as_a_head_for_the_graft(
     monkeypatch.setitem(SHAPES, "big", equal_layers("llama", 1000, 256, 150, 7, 8, 4, 32, 99, 0.1, RopeConfig(7.0)))
     target = make_model("llama-tied")
     head = make_head(target, tmp_path / "head", head_dim=16)
-    command = ["export-eagle", f"graft:{head.path}@big", "--out", str(tmp_path / "out"), "--dtype", "float32"]
+    command = ["export-draft", f"graft:{head.path}@big", "--out", str(tmp_path / "out"), "--dtype", "float32"]
     refused = CliRunner().invoke(app, command)
     assert "name the graft that it drafts for with --target" in refused.output
     result = CliRunner().invoke(app, [*command, "--target", f"graft:{target.path}@big"])

@@ -38,7 +38,7 @@ def test_unrolled_steps_are_what_a_draft_computes(script: ModuleType) -> None:
     for p in head.parameters():
         p.data.normal_(1.0 if p.dim() == 1 else 0.0, 0.3)
     ids = torch.randint(0, 8000, (2, 12))
-    features, _ = script.teach(teacher, ids)
+    features, _ = script.teach(teacher, ids, script.FEATURE_LAYERS)
     with torch.no_grad():
         unrolled = list(head(teacher.embed_tokens(ids[:, 1:]), features[:, :-1], 4))
     weights = dict(head.named_parameters())
