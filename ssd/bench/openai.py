@@ -112,17 +112,17 @@ class ServerContender:
         """
         path, body = self._request(prompt, asked)
         extras = [field for field in _EXTRAS if field in body]
-        for left_out in range(len(extras) + 1):
+        refused: list[str] = []
+        while True:
             try:
-                answer = await self._stream(
-                    client, path, {field: body[field] for field in body if field not in extras[:left_out]}
-                )
+                answer = await self._stream(client, path, body)
                 break
             except _Refusal as refusal:
-                malformed = refusal.status in (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY)
-                if not malformed or left_out == len(extras):
+                if not extras or refusal.status not in (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY):
                     raise
-        new = [field for field in extras[:left_out] if field not in self.refused]
+            refused.append(extras.pop(0))
+            del body[refused[-1]]
+        new = [field for field in refused if field not in self.refused]
         if new:
             self.refused += new
             said = f"the server refuses {' and '.join(new)}: sent without"

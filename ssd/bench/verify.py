@@ -99,14 +99,14 @@ def header_of(config: BenchConfig, target: Mapping[str, Any]) -> dict[str, Any]:
 
 def _speculation(config: BenchConfig) -> SpeculationConfig:
     """That of mode="auto", which has the drafters of all modes, with a draft placed as in mode="ssd"."""
-    options = {"draft": config.draft or NGRAM, "k": config.k, **config.speculation}
-    feature_draft = open_feature_draft(config.draft) if config.draft not in (None, NGRAM) else None
-    if options["draft"] == NGRAM or isinstance(feature_draft, BlockCheckpoint):
-        return SpeculationConfig.of({"mode": "auto", **options})
-    device = resolve_device(str(config.engine.get("device", "auto")))
-    ranks = int(config.engine.get("tensor_parallel_size", 1))
-    ssd = SpeculationConfig.of({"mode": "ssd", **options})
-    return replace(placed(ssd, device, head=feature_draft is not None, ranks=ranks), mode="auto")
+    speculation = SpeculationConfig.of({**config.speculation, "mode": "auto", "draft": config.draft or NGRAM})
+    if speculation.draft_model is None:
+        return speculation
+    draft = open_feature_draft(speculation.draft_model)
+    device, ranks = resolve_device(config.engine.get("device", "auto")), config.engine.get("tensor_parallel_size", 1)
+    head, prepares = draft is not None, not isinstance(draft, BlockCheckpoint)
+    ssd = placed(replace(speculation, mode="ssd"), device, head=head, prepares=prepares, ranks=ranks)
+    return replace(ssd, mode="auto")
 
 
 def _compare(
@@ -177,9 +177,11 @@ class _Ways:
         if mode != "auto":  # SD and SSD may have one drafter, which prepares branches or not
             drafter.budget = max(self._llm.config.speculation.budgets) if mode == "ssd" else 0
         if condition.crowded:
-            # Enough for the longest request, and for half of what a batch of the shortest has at its end.
-            needed = sorted(pool.missing(BlockTable(), len(t) + p.max_new_tokens) for t, p in self._requests)
-            left = max(needed[-1], sum(needed[: condition.batch]) // 2 - 1)
+            # Enough for the longest request at its end, and for a batch of the shortest at its beginning.
+            drafted = self._llm.config.speculation.lookahead
+            begin = sorted(pool.missing(BlockTable(), len(tokens) + drafted) for tokens, _ in self._requests)
+            end = max(pool.missing(BlockTable(), len(tokens) + p.max_new_tokens) for tokens, p in self._requests)
+            left = max(end, sum(begin[: condition.batch]))
             pool.grow(self._withheld, (pool.num_free - left) // len(pool.windows) * pool.block_size)
 
 

@@ -11,7 +11,7 @@ import typer
 from ssd.bench.config import BenchConfig, is_url
 from ssd.cli.console import JSON_FILE, bundled_draft, follow, measuring, report_console, write_json
 from ssd.cli.options import Flags, Given, command, flag_of
-from ssd.config import K_DEFAULT, EngineConfig, SpeculationConfig
+from ssd.config import EngineConfig, SpeculationConfig
 from ssd.core import SamplingParams
 from ssd.errors import ConfigError
 
@@ -82,8 +82,7 @@ def verify(
         if name is not None:
             raise ConfigError(f"--model {name}: names a model of a server, leave it out")
         draft = speculation.pop("draft", None) or bundled_draft(model)
-        k = speculation.pop("k", K_DEFAULT)
-        config = BenchConfig(model, draft, k=k, speculation=speculation, engine=engine, **settings, **sampling)
+        config = BenchConfig(model, draft, speculation=speculation, engine=engine, **settings, **sampling)
         follow(engine)
         with measuring(f"loading {model}", console) as progress:
             report = verify_model(config, progress)
