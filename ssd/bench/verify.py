@@ -75,7 +75,7 @@ def _conditions(batch: int) -> list[Condition]:
 def verify(config: BenchConfig, progress: Progress = NO_PROGRESS) -> Verification:
     """Loads the model once, answers all requests in every mode and condition, and compares."""
     if config.batch < 2:
-        raise ConfigError(f"batch={config.batch}: must be at least 2, or there is no company")
+        raise ConfigError(f"batch={config.batch}: must be at least 2, for company")
     workloads = workloads_of(config, open_checkpoint(config.model).tokenizer())
     settings = RequestSettings(config.output_len, ignore_eos=False, logprobs=True)
     choices = itertools.product([prompt for each in workloads for prompt in each.prompts], TEMPERATURES)
@@ -118,7 +118,7 @@ def _compare(
     not_compared: dict[str, str] = {}
     if "ssd" not in modes:
         not_compared["ssd"] = f"draft {config.draft or NGRAM} prepares nothing: name a draft model or an EAGLE head"
-    conditions = _conditions(config.batch)
+    conditions = _conditions(min(config.batch, len(asked)))
     done = progress.begin(REFERENCE, len(modes) * len(conditions) * len(asked))
     ways = _Ways(llm, asked)
     reference: list[Result] = []

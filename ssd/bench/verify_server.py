@@ -18,14 +18,15 @@ from ssd.prompts import load_prompts
 
 def verify_server(server: ServerContender, config: BenchConfig, progress: Progress = NO_PROGRESS) -> Verification:
     """Asks for every prompt alone, again, and `config.batch` at a time and fewer; at each temperature by itself."""
-    if config.batch < 2:
-        raise ConfigError(f"batch={config.batch}: must be at least 2, or there is no company")
     sets = [load_prompts(name, config.folder) for name in config.sets]
     prompts = [p for each in sets for p in (each.asked() if config.chat else each.prompts)[: config.num_prompts]]
     settings = RequestSettings(config.output_len, ignore_eos=False, logprobs=True)
     asked = [(prompt, replace(settings, seed=config.seed + i)) for i, prompt in enumerate(prompts)]
+    most = min(config.batch, len(asked))
+    if most < 2:
+        raise ConfigError(f"batch={config.batch} and {len(asked)} prompts: both must be at least 2, for company")
     ways = {"one at a time: the reference": 1, "one at a time, again": 1}
-    ways |= {f"{count} at a time": count for count in sorted({2, max(2, config.batch // 2), config.batch})}
+    ways |= {f"{count} at a time": count for count in sorted({2, max(2, most // 2), most})}
     done = progress.begin(server.name, len(TEMPERATURES) * len(ways) * len(asked))
     comparisons: list[Comparison] = []
     not_compared: dict[str, str] = {}

@@ -191,11 +191,13 @@ def test_a_log_probability_that_the_batch_changes_is_found(
         (("tiny-llama", "--bogus"), "--bogus"),
         (("http://127.0.0.1:9", "--dtype", "bfloat16", "--k", "3"), "--k, --dtype: chosen by the server"),
         (("http://127.0.0.1:9",), "no server answers"),
+        (("FAKE", *SHORT), "1 prompts: both must be at least 2"),
     ],
 )
 def test_what_cannot_be_asked_exits_with_two(arguments: tuple[str, ...], message: str) -> None:
     """1 is kept for differences."""
-    done = CliRunner().invoke(app, ["verify", *arguments])
+    with serving() as server:
+        done = CliRunner().invoke(app, ["verify", *(server.url if each == "FAKE" else each for each in arguments)])
     assert done.exit_code == 2
     assert message in done.stderr
 
@@ -237,7 +239,7 @@ def test_a_server_that_answers_otherwise_in_company_is_found(tmp_path: Path) -> 
 
 def test_fields_that_a_server_refuses_are_no_failure(tmp_path: Path) -> None:
     with serving("strict") as server:
-        report = verified(tmp_path, server.url, *SHORT)
+        report = verified(tmp_path, server.url, *SHORT, "--prompts", "2")
     assert report["complete"]
     assert report["not_compared"]["temperature 1"] == "the server takes no seed"
     assert "the server refuses logprobs and seed: sent without" in report["notes"]
