@@ -22,7 +22,7 @@ from ssd.errors import ConfigError, ServerError
 
 CONNECT_SECONDS: Final = 5.0
 SILENCE_SECONDS: Final = 600.0  # a long prompt behind a long queue
-_EXTRAS: Final = ("logprobs", "ignore_eos", "seed")  # fields that not every server knows, as they are left out
+_EXTRAS: Final = ("logprobs", "ignore_eos", "seed")  # fields that not every server knows, in the order of leaving out
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 
 Arrival = tuple[float, bytes]  # when, and what came

@@ -38,7 +38,6 @@ from ssd.models.block import BlockCheckpoint
 from ssd.version import VERSION
 
 TEMPERATURES: Final = (0.0, 1.0)
-REFERENCE: Final = "ar, one at a time"
 _COUNTED: Final = ("drafted", "accepted", "look_ups", "hits", "cached_tokens", "preemptions")  # of RequestMetrics
 _MISSING: Final = {  # why a way would show nothing, by what it must have counted
     "drafted": "nothing was drafted",
@@ -119,7 +118,7 @@ def _compare(
     if "ssd" not in modes:
         not_compared["ssd"] = f"draft {config.draft or NGRAM} prepares nothing: name a draft model or an EAGLE head"
     conditions = _conditions(min(config.batch, len(asked)))
-    done = progress.begin(REFERENCE, len(modes) * len(conditions) * len(asked))
+    done = progress.begin("ar", len(modes) * len(conditions) * len(asked))
     ways = _Ways(llm, asked)
     reference: list[Result] = []
     comparisons: list[Comparison] = []
@@ -146,7 +145,13 @@ class _Ways:
 
     def __init__(self, llm: LLM, asked: Seq[Asked]) -> None:
         self._llm = llm
-        self._requests = [(llm.encode(prompt), _params(settings)) for prompt, settings in asked]
+        self._requests = [
+            (
+                llm.encode(prompt),
+                SamplingParams(each.temperature, seed=each.seed, max_tokens=each.max_new_tokens, logprobs=0),
+            )
+            for prompt, each in asked
+        ]
         self._most_tokens = llm.engine.scheduler.max_num_batched_tokens
         self._withheld = BlockTable()
 
@@ -183,9 +188,3 @@ class _Ways:
             end = max(pool.missing(BlockTable(), len(tokens) + p.max_new_tokens) for tokens, p in self._requests)
             left = max(end, sum(begin[: condition.batch]))
             pool.grow(self._withheld, (pool.num_free - left) // len(pool.windows) * pool.block_size)
-
-
-def _params(settings: RequestSettings) -> SamplingParams:
-    return SamplingParams(
-        temperature=settings.temperature, seed=settings.seed, max_new_tokens=settings.max_new_tokens, logprobs=0
-    )
