@@ -22,7 +22,8 @@ PAUSE = 0.02  # seconds between chunks
 
 
 class FakeServer(ThreadingHTTPServer):
-    """`behaviour`: normal, slow, strict (refuses extra fields), refuses, no-usage, dies, unfinished, garbled, fails."""
+    """`behaviour`: normal, slow, strict (refuses extra fields), refuses, no-usage, dies, unfinished, garbled, fails,
+    sociable (writes another text beside other requests)."""
 
     daemon_threads = True
 
@@ -92,6 +93,8 @@ class _Handler(BaseHTTPRequestHandler):
         for i, piece in enumerate(PIECES * 50 if behaviour == "slow" else PIECES):
             time.sleep(PAUSE)
             last = i == len(PIECES) - 1
+            if behaviour == "sociable" and last and self.server.under_way > 1:
+                piece = piece.upper()
             choice: dict[str, Any] = {"delta": {"content": piece}} if chat else {"text": piece}
             self._event({"choices": [{**choice, "finish_reason": "length" if last else None}], "usage": None})
             if i == 1 and behaviour in ("dies", "garbled", "fails", "unfinished"):

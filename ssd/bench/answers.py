@@ -43,6 +43,7 @@ class RequestSettings:
     batch: int = 1  # concurrent requests
     ignore_eos: bool = True  # so that all contenders generate the same number of tokens
     max_rounds: int | None = None  # stop after this number of rounds (this engine only)
+    logprobs: bool = False  # with the log-probability of every token
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Answer:
     text: str
     deliveries: list[tuple[float, float]] = field(default_factory=list)  # (time, number of tokens)
     token_ids: list[int] | None = None  # None: not known
+    logprobs: list[tuple[str, float]] | None = None  # every token's text and log-probability; None: not known
 
     @property
     def output_tokens(self) -> int:

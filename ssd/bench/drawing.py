@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def check_file(option: str, file: Path, kinds: Seq[str]) -> None:
-    """Checks file type, folder and matplotlib before anything is measured."""
+def check_file(option: str, file: Path, kinds: Seq[str], plain: Seq[str] = (".json",)) -> None:
+    """Checks file type, folder and matplotlib before anything is measured. `plain`: kinds without a drawing."""
     if file.suffix not in kinds:
         raise ConfigError(f"{option} {file}: the name must end in {', '.join(kinds)}")
     if not file.parent.is_dir():
         raise ConfigError(f"{option} {file}: there is no folder {file.parent}")
-    if file.suffix != ".json" and importlib.util.find_spec("matplotlib") is None:
+    if file.suffix not in plain and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(f"{option} {file}: drawing needs matplotlib: {install_extra('plots')}")
 
 

@@ -22,7 +22,7 @@ from ssd.errors import ConfigError, ServerError
 
 CONNECT_SECONDS: Final = 5.0
 SILENCE_SECONDS: Final = 600.0  # a long prompt behind a long queue
-_EXTRAS: Final = ("ignore_eos", "seed")  # fields that not every server knows
+_EXTRAS: Final = ("logprobs", "ignore_eos", "seed")  # fields that not every server knows, in the order of leaving out
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 
 Arrival = tuple[float, bytes]  # when, and what came
@@ -48,7 +48,7 @@ class ServerContender:
             "limits": httpx.Limits(),  # none: `RequestSettings.batch` says how many
             "trust_env": place.host not in _LOOPBACK,  # no proxy for this machine
         }
-        self._knows_extras = True
+        self.refused: list[str] = []  # the fields that this server does not know
         self.finish_reason: str | None = None  # the last `stream_chat`'s, if the server sent one
         self.model = model or ""
         self.model = self.model or self._first_model()
@@ -108,19 +108,24 @@ class ServerContender:
     async def ask(self, client: httpx.AsyncClient, prompt: Prompt, asked: RequestSettings) -> Answer:
         """One answer; ServerError for a request that failed.
 
-        Repeats a request that is refused as malformed without the fields that not every server knows.
+        Repeats a request that is refused as malformed without the fields that not every server knows, one by one.
         """
         path, body = self._request(prompt, asked)
         extras = [field for field in _EXTRAS if field in body]
-        try:
-            return await self._stream(client, path, body)
-        except _Refusal as refusal:
-            if not extras or refusal.status not in (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY):
-                raise
-        answer = await self._stream(client, path, {field: body[field] for field in body if field not in extras})
-        if self._knows_extras:
-            self._knows_extras = False
-            said = f"the server refuses {' and '.join(extras)}: sent without"
+        refused: list[str] = []
+        while True:
+            try:
+                answer = await self._stream(client, path, body)
+                break
+            except _Refusal as refusal:
+                if not extras or refusal.status not in (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY):
+                    raise
+            refused.append(extras.pop(0))
+            del body[refused[-1]]
+        new = [field for field in refused if field not in self.refused]
+        if new:
+            self.refused += new
+            said = f"the server refuses {' and '.join(new)}: sent without"
             self.note = f"{self.note}; {said}" if self.note else said
         return answer
 
@@ -134,10 +139,12 @@ class ServerContender:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        if self._knows_extras:
-            body["seed"] = asked.seed
-            if asked.ignore_eos:
-                body["ignore_eos"] = True
+        extras: dict[str, Any] = {"seed": asked.seed}
+        if asked.ignore_eos:
+            extras["ignore_eos"] = True
+        if asked.logprobs:
+            extras["logprobs"] = True if chat else 1
+        body |= {field: value for field, value in extras.items() if field not in self.refused}
         return "chat/completions" if chat else "completions", body
 
     async def _stream(self, client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Answer:
@@ -157,8 +164,10 @@ class ServerContender:
     def _read(self, began: float, arrivals: Iterable[Arrival]) -> Answer:
         text, times = "", []
         usage: dict[str, Any] = {}
+        logprobs: list[tuple[str, float]] = []
         for when, event in self._events(arrivals):
             usage = event.get("usage") or usage
+            logprobs += _logprobs(event)
             for piece in _pieces(event):
                 text += piece
                 times.append(when)
@@ -171,7 +180,7 @@ class ServerContender:
             ) from None
         if written and not times:
             raise ServerError(f"{self.url} claims {written} tokens, but sent none of them")
-        return Answer(began, read, text, _spread(times, written) if written else [])
+        return Answer(began, read, text, _spread(times, written) if written else [], logprobs=logprobs or None)
 
     def _events(self, arrivals: Iterable[Arrival]) -> Iterator[tuple[float, dict[str, Any]]]:
         """The chunks of a stream up to its `[DONE]`, and when each was complete."""
@@ -257,6 +266,16 @@ def _pieces(event: dict[str, Any]) -> list[str]:
         if piece or not delta.get("role") or choice.get("finish_reason"):
             pieces.append(piece)
     return pieces
+
+
+def _logprobs(event: dict[str, Any]) -> list[tuple[str, float]]:
+    """The tokens of a chunk with their log-probabilities, if it has them; of a completion in lists of their own."""
+    found: list[tuple[str, float]] = []
+    for choice in event.get("choices") or []:
+        given = choice.get("logprobs") or {}
+        found += zip(given.get("tokens") or (), given.get("token_logprobs") or (), strict=False)
+        found += [(each.get("token"), each.get("logprob")) for each in given.get("content") or ()]
+    return found
 
 
 def _spread(times: Seq[float], tokens: int) -> list[tuple[float, float]]:

@@ -104,7 +104,7 @@ class OurContender:
         for output in outputs:
             check_served(output)
         self.metrics = driver.call(lambda engine: engine.metrics)
-        return [_answer(output, began) for output in outputs]
+        return [answer_of(output, began) for output in outputs]
 
     def take_over(self, engine: Engine, batch: int) -> None:
         """Installs this contender's drafter and resets all counters."""
@@ -137,11 +137,15 @@ class _FewRounds(RoundObserver):
             self._driver.abort(submission.request_id)
 
 
-def _answer(output: RequestOutput, began: float) -> Answer:
+def answer_of(output: RequestOutput, began: float) -> Answer:
+    """`began`: when it was submitted, if that is not known."""
     metrics = output.metrics
     deliveries = [(when, float(count)) for when, count in metrics.deliveries]
     began = began if metrics.first_scheduled is None else metrics.first_scheduled
-    return Answer(began, metrics.prompt_tokens, output.text, deliveries, list(output.token_ids))
+    logprobs = None
+    if output.logprobs is not None:
+        logprobs = [(each.decoded.get(each.token_id, ""), each.logprob) for each in output.logprobs]
+    return Answer(began, metrics.prompt_tokens, output.text, deliveries, list(output.token_ids), logprobs)
 
 
 def our_contenders(

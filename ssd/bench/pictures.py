@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import html
-import json
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from ssd.bench import drawing
+from ssd.bench import drawing, page
 from ssd.bench.measure import MEAN
 from ssd.bench.report import CAPTION, LATENCIES, SPEEDS, Report, cells
 
@@ -82,37 +81,21 @@ def _page(report: Report) -> str:
     drawing = drawing[drawing.index("<svg") :]
     first = report.contenders[0]
     headings = (*SPEEDS, *LATENCIES[1:])
-    summary = _table(headings, [cells(report.row(contender, MEAN), headings, first) for contender in report.contenders])
+    summary = page.table(
+        headings, [cells(report.row(contender, MEAN), headings, first) for contender in report.contenders]
+    )
     details = [[row["set"], *cells(row, headings, first)] for row in report.rows if row["set"] != MEAN]
     same = {True: "Every method wrote the same tokens.", False: "The methods wrote different tokens.", None: ""}
     warnings = "".join(f"<p><strong>Warning: {html.escape(warning)}</strong></p>\n" for warning in report.warnings)
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in report.notes)
-    return f"""<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>{html.escape(report.title)}</title>
-<style>
-body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; color: #1d2733; }}
-svg {{ width: 100%; height: auto; }}
-h1, p, li {{ overflow-wrap: anywhere; }}
-table {{ border-collapse: collapse; margin: 1rem 0; width: 100%; }}
-th, td {{ padding: .3rem .5rem; text-align: right; border-bottom: 1px solid #dde3ea; }}
-th {{ vertical-align: bottom; }}
-th:first-child, td:first-child {{ text-align: left; }}
-pre {{ background: #f4f6f8; padding: 1rem; white-space: pre-wrap; overflow-wrap: anywhere; }}
-</style>
-<h1>{html.escape(report.title)}</h1>
-<p><code>{html.escape(str(report.header["command"]))}</code></p>
-{warnings}{drawing}
+    return page.render(
+        report.title,
+        f"""{warnings}{drawing}
 <p>{CAPTION.capitalize()}. Latencies in ms: median, 90th and 99th percentile.
 {same[report.same_text]}</p>
 {summary}
-<details><summary>Set by set</summary>{_table(("set", *headings), details)}</details>
-<ul>{notes}</ul>
-<details><summary>All figures</summary><pre>{html.escape(json.dumps(report.as_dict(), indent=1))}</pre></details>
-</html>
-"""
-
-
-def _table(headings: tuple[str, ...], rows: list[list[Any]]) -> str:
-    head = "".join(f"<th>{html.escape(heading)}</th>" for heading in headings)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+<details><summary>Set by set</summary>{page.table(("set", *headings), details)}</details>
+<ul>{notes}</ul>""",
+        report.header["command"],
+        report.as_dict(),
+    )

@@ -35,7 +35,7 @@ def run(config: BenchConfig, progress: Progress = NO_PROGRESS, traces: Seq[Path]
     """Loads the contenders, measures them in turns, writes traces of this engine's methods, closes everything."""
     peers = [_peer(config, peer) for peer in config.peers]
     checkpoint = open_checkpoint(config.model)
-    workloads = _workloads(config, checkpoint.tokenizer())
+    workloads = workloads_of(config, checkpoint.tokenizer())
     asked = RequestSettings(
         config.output_len, config.temperature, config.seed, config.batch, max_rounds=config.max_rounds
     )
@@ -101,7 +101,7 @@ def _threads(found: Seq[Measured]) -> list[str]:
     return [f"threads: {', '.join(used)}"] if used else []
 
 
-def _workloads(config: BenchConfig, tokenizer: Tokenizer) -> list[Workload]:
+def workloads_of(config: BenchConfig, tokenizer: Tokenizer) -> list[Workload]:
     return [
         load_workload(
             name,

@@ -92,13 +92,13 @@ def sweep(
         server.answer([wanted[0][0]], replace(wanted[0][1], max_new_tokens=8))  # warm-up, and an early failure
         for load in loads:
             ended = progress.begin(f"{server.name}, {load}", len(wanted))
-            results = asyncio.run(_run(server, wanted, load, requests.seed, ended))
+            results = asyncio.run(answer_all(server, wanted, load, requests.seed, ended))
             rows.append({"server": server.name, "model": server.model} | figures(load, results, goals))
             progress.tell(f"{server.name}, {load}: {rows[-1]['output_throughput']:.1f} tokens/s")
     return rows
 
 
-async def _run(
+async def answer_all(
     server: ServerContender,
     wanted: Seq[tuple[Prompt, RequestSettings]],
     load: Load,

@@ -37,13 +37,13 @@ _STDOUT: Final = Path("-")
 
 
 @contextmanager
-def explained() -> Iterator[None]:
-    """Prints an SSDError as one line and exits with 1; with 130 on Ctrl-C."""
+def explained(code: int = 1) -> Iterator[None]:
+    """Prints an SSDError as one line and exits with `code`; with 130 on Ctrl-C."""
     try:
         yield
     except SSDError as error:
         print_error(str(error))
-        raise typer.Exit(1) from None
+        raise typer.Exit(code) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 

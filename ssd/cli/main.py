@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 import typer
 import typer.core
 
-from ssd.cli import bench, bench_serve, cache, chat, demo, explain, export, generate, models, pull, run, serve
+from ssd.cli import bench, bench_serve, cache, chat, demo, explain, export, generate, models, pull, run, serve, verify
 from ssd.cli.help import Command, without_types
 from ssd.version import VERSION
 
@@ -45,6 +45,8 @@ model at the cost of a large one: see [cyan]ssd graft[/].
   ssd explain
 
   ssd bench MODEL --draft DRAFT --compare ar,sd,ssd
+
+  ssd verify MODEL --draft DRAFT
 
   ssd bench serve http://127.0.0.1:8000 --concurrency 1,2,4,8
 """
@@ -107,6 +109,7 @@ _add("list", help=models.HELP)(models.list_models)
 _add()(generate.generate)
 _add(help=serve.HELP, context_settings={"auto_envvar_prefix": "SSD"})(serve.serve)  # SSD_PORT stands for --port
 _add(help=explain.HELP)(explain.explain)
+_add(help=verify.HELP)(verify.verify)
 _add(help=bench.HELP)(bench.bench)
 _add("bench serve", help=bench_serve.HELP)(bench_serve.bench_serve)
 _add("cache", help=cache.HELP)(cache.show)

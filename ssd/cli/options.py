@@ -97,7 +97,7 @@ class Flags:
         return "on" if option.default is True else str(option.default)
 
 
-def command(function: Callable[..., None]) -> Callable[..., None]:
+def command(function: Callable[..., None], error_code: int = 1) -> Callable[..., None]:
     """A command: its parameters of type `Flags` become flags, and its errors are printed."""
     own = inspect.signature(function, eval_str=True).parameters.values()
     groups = {each.name: flags for each in own for flags in _metadata(each.annotation) if isinstance(flags, Flags)}
@@ -106,7 +106,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def run(**values: Any) -> None:
-        with explained():
+        with explained(error_code):
             given = {name: flags.given(values) for name, flags in groups.items()}
             names = {each.name for each in derived}
             function(**given, **{name: value for name, value in values.items() if name not in names})

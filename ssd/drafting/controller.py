@@ -44,7 +44,7 @@ class DepthController(Drafter):
     def __init__(
         self, drafters: Mapping[str, Drafter], arms: list[Arm], least: Mapping[Arm, float] | None = None
     ) -> None:
-        self._drafters = {"ar": Drafter(), **drafters}
+        self.drafters: Mapping[str, Drafter] = {"ar": Drafter(), **drafters}  # by mode
         self.inner = list(dict.fromkeys(drafters.values()))
         super().__init__()
         self._rates = AcceptanceRates(max(arm.k for arm in arms))
@@ -54,7 +54,7 @@ class DepthController(Drafter):
         self._last: tuple[int, Arm] | None = None  # size and arm of the last round; None: it had prefill chunks
         self._num_alike = 0  # rounds in a row of that size and arm
         self._used: Counter[tuple[int, Arm] | None] = Counter()  # rounds of each
-        self._rested = dict.fromkeys(self._drafters.values(), _SHORT_REST + 1)  # rounds since each drafter's last one
+        self._rested = dict.fromkeys(self.drafters.values(), _SHORT_REST + 1)  # rounds since each drafter's last one
         self._next: Arm | None = None  # the arm whose drafter catches up
         self._chosen: dict[int, Arm] = {}  # by batch size, as logged
         self.timed = least is not None  # otherwise rounds have to be measured
@@ -76,12 +76,12 @@ class DepthController(Drafter):
 
     @property
     def cores(self) -> int:  # type: ignore[override]
-        catching_up = 0 if self._next is None else self._drafters[self._next.mode].cores
+        catching_up = 0 if self._next is None else self.drafters[self._next.mode].cores
         return max(self._drafter.cores, catching_up)
 
     @property
     def _drafter(self) -> Drafter:
-        return self._drafters[self.arm.mode]
+        return self.drafters[self.arm.mode]
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
         if self._rested[self._drafter]:
@@ -104,8 +104,8 @@ class DepthController(Drafter):
         settled = self._next is None and recorded and self._num_alike >= SETTLING + len(self._rounds)
         self._rounds.put(works, _Round(drafter, size, arm, settled))
         self._rested = {each: 0 if each is drafter else rest + 1 for each, rest in self._rested.items()}
-        if self._next is not None and self._drafters[self._next.mode].catch_up(works):
-            self._rested[self._drafters[self._next.mode]] = 1
+        if self._next is not None and self.drafters[self._next.mode].catch_up(works):
+            self._rested[self.drafters[self._next.mode]] = 1
             self._take(self._next)
 
     def catch_up(self, works: Seq[Work]) -> bool:
@@ -188,7 +188,7 @@ class DepthController(Drafter):
             self._take(times.best, following=arm)
 
     def _up_to_date(self, arm: Arm) -> bool:
-        return arm == PLAIN or self._rested[self._drafters[arm.mode]] <= _SHORT_REST
+        return arm == PLAIN or self._rested[self.drafters[arm.mode]] <= _SHORT_REST
 
     def _take(self, arm: Arm, following: Arm | None = None) -> None:
         """Sets the arm of the rounds scheduled next."""

@@ -90,7 +90,7 @@ def test_fields_that_a_server_does_not_know_are_left_out_and_noted() -> None:
         contender = ServerContender(server.url)
         assert [a.output_tokens for a in contender.answer(["Once", "Twice"], RequestSettings(12))] == [12, 12]
         sent = [{"ignore_eos", "seed"} & set(body) for body in server.bodies]
-    assert sent == [{"ignore_eos", "seed"}, set(), set()]  # refused once, and never sent again
+    assert sent == [{"ignore_eos", "seed"}, {"seed"}, set(), set()]  # refused once, and never sent again
     assert contender.note == "the server refuses ignore_eos and seed: sent without"
 
 
