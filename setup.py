@@ -26,12 +26,12 @@ kernels = [
         py_limited_api=True,
         optional=True,
     )
-    for each in (*variants["VARIANTS"].get(platform.machine(), (variants["PLAIN"],)), variants["SUFFIX"])
+    for each in (variants["SUFFIX"], *variants["VARIANTS"].get(platform.machine(), (variants["PLAIN"],)))
 ]
 
 
 class BuildKernels(build_ext):
-    """Compiles the variants in parallel; several have one source, so each has a folder of its own for its object file."""
+    """Compiles the variants in parallel; most have one source, so each has a folder for its object file."""
 
     def finalize_options(self) -> None:
         super().finalize_options()

@@ -60,7 +60,9 @@ def main() -> None:
             result = play(make(), sessions)
             table.add_row(kind, name, *result.cells(args.row_cost))
     Console(width=140).print(table)
-    sizes = {kind: round(statistics.mean(sum(map(len, turn)) for s in found for turn in s)) for kind, found in traces.items()}
+    sizes = {
+        kind: round(statistics.mean(sum(map(len, turn)) for s in found for turn in s)) for kind, found in traces.items()
+    }
     record(args.json, rows_of(table, 2), [f"mean tokens of a turn: {sizes}; cost of a drafted token {args.row_cost}"])
 
 
@@ -90,8 +92,13 @@ def make_traces(args: argparse.Namespace) -> dict[str, list[list[Turn]]]:
         "agents": lambda: agent(dice, dice.choice(files), dice.choice(files), notes),
     }
     made = {kind: [make() for _ in range(args.sessions)] for kind, make in kinds.items()}
-    made["chat"] = [[(each["prompt"], each["response"])] for each, _ in zip(lines(args.folder, "gsm8k_train"), range(args.sessions), strict=False)]
-    return {kind: [[(encode(given), encode(answer)) for given, answer in s] for s in found] for kind, found in made.items()}
+    made["chat"] = [
+        [(each["prompt"], each["response"])]
+        for each, _ in zip(lines(args.folder, "gsm8k_train"), range(args.sessions), strict=False)
+    ]
+    return {
+        kind: [[(encode(given), encode(answer)) for given, answer in s] for s in found] for kind, found in made.items()
+    }
 
 
 def lines(folder: Path, name: str) -> Iterator[dict[str, str]]:
@@ -126,20 +133,21 @@ def agent(dice: random.Random, source: str, other: str, notes: Seq[str]) -> list
     path = f"src/{dice.choice(['app', 'core', 'utils', 'models'])}/{dice.choice(['main', 'base', 'views', 'tasks'])}.py"
     content = source.splitlines()
     turns, given = list[tuple[str, str]](), f"Fix the failing test in {path}.\n"
-    call = {"name": "view", "arguments": {"path": path}}
-    for turn in range(8):
-        turns.append((given, f"{dice.choice(notes)}\n<tool_call>\n{json.dumps(call)}\n</tool_call>"))
-        if call["name"] != "bash" and turn:
-            call = {"name": "bash", "arguments": {"command": f"python -m pytest tests/test_{Path(path).stem}.py -x -q"}}
-            given = "The file was edited:\n" + numbered(content, at, at + count + 3)
-            continue
-        given = numbered(content, 0, len(content)) if not turn else f"1 failed\n{dice.choice(notes)}\n"
+    calls: list[tuple[str, dict[str, str], str]] = [("view", {"path": path}, numbered(content, 0, len(content)))]
+    test = f"python -m pytest tests/test_{Path(path).stem}.py -x -q"
+    for _ in range(4):
         count = dice.randrange(4, 20)
         at = dice.randrange(max(1, len(content) - count))
         old = content[at : at + count]
         new = [dice.choice(other.splitlines()) if dice.random() < 0.15 else line for line in old]
         content[at : at + count] = new
-        call = {"name": "str_replace", "arguments": {"path": path, "old_str": "\n".join(old), "new_str": "\n".join(new)}}
+        arguments = {"path": path, "old_str": "\n".join(old), "new_str": "\n".join(new)}
+        calls.append(("str_replace", arguments, "The file was edited:\n" + numbered(content, at, at + count + 3)))
+        calls.append(("bash", {"command": test}, f"1 failed\n{dice.choice(notes)}\n"))
+    for name, arguments, answer in calls:
+        call = json.dumps({"name": name, "arguments": arguments})
+        turns.append((given, f"{dice.choice(notes)}\n<tool_call>\n{call}\n</tool_call>"))
+        given = answer
     return turns
 
 

@@ -102,7 +102,7 @@ class Case:
         speculation = self.speculation
         if not speculation:
             return "ar"
-        detail = "ngram" if speculation["draft"] == "ngram" else speculation.get("placement", "draft")
+        detail = "suffix" if speculation["draft"] == "suffix" else speculation.get("placement", "draft")
         return f"{speculation['mode']} {detail}"
 
     def to_json(self) -> str:
@@ -184,7 +184,7 @@ def _speculation(dice: random.Random, model: str, processes: bool) -> dict[str, 
     k: int | str = dice.choice([1, 2, 3, 4, 7, "auto"])
     rule = dice.choice([{}, {}, {}, {}, {"acceptance": "rejection"}])
     if mode == "sd":
-        return {"mode": "sd", "draft": dice.choice([draft, draft, "ngram"]), "k": k, **rule}
+        return {"mode": "sd", "draft": dice.choice([draft, draft, "suffix"]), "k": k, **rule}
     placement = "process" if processes and dice.random() < 0.05 else "inline"
     fan_out: dict[str, Any] = {"fan_out": dice.choice(["adaptive", "geometric", 1, 3])}
     if k != "auto" and dice.random() < 0.3:
@@ -206,7 +206,7 @@ def _speculation(dice: random.Random, model: str, processes: bool) -> dict[str, 
 def _with_head(speculation: dict[str, Any], model: str, seed: int) -> dict[str, Any]:
     """Perhaps with an EAGLE head or a block draft in place of the draft model. A seed gives the same case as before
     these were known."""
-    if speculation.get("draft", "ngram") == "ngram" or model == "mistral-windows":  # which keeps no KV for a head
+    if speculation.get("draft", "suffix") == "suffix" or model == "mistral-windows":  # which keeps no KV for a head
         return speculation
     if random.Random(f"head {seed}").random() < 0.7:
         return speculation

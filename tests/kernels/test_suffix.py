@@ -57,7 +57,8 @@ class Naive:
         """Appends to the text and to its windows that are inserted and not complete."""
         for p in range(max(0, len(self.text) - DEPTH + 1), self.inserted):
             node = self.at(self.text[p:])
-            assert node is not None and not node.children
+            assert node is not None
+            assert not node.children
             node.children, node.order = {token: Node(1, (self.text, p))}, [token]
         self.text.append(token)
 

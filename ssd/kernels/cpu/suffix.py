@@ -45,7 +45,10 @@ class SuffixTree:
 
     def extend(self, tokens: Seq[int]) -> None:
         """Appends to the text. MemoryError: its rest was not appended."""
-        self.length += self._library.ssd_suffix_extend(self._tree, _array(tokens), len(tokens))
+        count = self._library.ssd_suffix_extend(self._tree, _array(tokens), len(tokens))
+        self.length += count
+        if count < len(tokens):
+            raise MemoryError("no memory for a suffix tree")
 
     def add(self, tokens: Seq[int]) -> None:
         """Adds a whole text."""
