@@ -73,11 +73,9 @@ def deepened(speculation: SpeculationConfig, draft: Checkpoint | FeatureCheckpoi
     whole = draft.config.most_drafted if isinstance(draft, BlockCheckpoint) else None
     if speculation.k == "auto":
         return replace(speculation, k_max=speculation.k_max or whole or K_MAX)
-    return (
-        replace(speculation, k=speculation.k or whole or speculation.lookahead)
-        if speculation.mode != "ar"
-        else speculation
-    )
+    if speculation.mode == "ar":
+        return speculation
+    return replace(speculation, k=speculation.k or whole or speculation.lookahead)
 
 
 def sized(
