@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
 
 from ssd.core import Origin, Outcome, Proposal, Sequence, Status, Work
-from ssd.decoding.drafter import Drafter, never
+from ssd.decoding.drafter import Drafter, PerRound, never
 from ssd.drafting.estimate import Average
 from ssd.drafting.model import undecided
 from ssd.drafting.table import DraftAnswers
@@ -22,6 +23,15 @@ from ssd.kernels.transfers import to_device
 
 _LONGEST_WAIT = 0.005  # seconds that the device waits for a look-up: as long as another thread may keep the GIL
 _MOST_IN_FLIGHT = 128  # draft tokens of a round beyond which none is in flight: then drafts have their own lengths
+
+
+@dataclass
+class _Known:
+    """What is known of a sequence."""
+
+    tree: SuffixTree
+    accepted: Average  # tokens of its learned drafts
+    kept: Average  # accepted tokens of its suffix drafts, relative to their scores, which promise too much
 
 
 class SuffixDrafter(Drafter):
@@ -44,15 +54,17 @@ class SuffixDrafter(Drafter):
         self.needs_tokens = answers is None
         self._answers = answers
         self._earlier = SuffixTree(cached_tokens) if cached_tokens else None
-        self._trees: dict[int, SuffixTree] = {}  # by sequence id
-        self._accepted: dict[int, Average] = {}  # the same: tokens of a learned draft
-        self._usual = Average(0.99, self.learned.lookahead / 2, 1.0)  # the same, of all sequences
+        self._sequences: dict[int, _Known] = {}  # by id
+        self._accepted = Average(0.99, self.learned.lookahead / 2, 1.0)  # of all sequences
+        self._kept = Average(0.99, 7.0, 10.0)  # the same
         self._number = 0  # of the last round proposed for
-        self._awaited: list[Work] = []  # works of that round whose drafts the device waits for
+        self._scores: dict[int, float] = {}  # of its suffix drafts, by sequence id
+        self._awaited: list[Work] = []  # its works whose drafts the device waits for
+        self._rounds: PerRound[dict[int, float]] = PerRound()
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
         """Looks up what follows the tokens that are known. Learned drafts are written for all other works."""
-        self._number += 1
+        self._number, self._scores = self._number + 1, {}
         found = {id(work): self._look_up(work) for work in works if work.lookahead and not undecided(work)}
         proposals = {name: Proposal(draft, origin=Origin.SUFFIX) for name, draft in found.items() if draft}
         others = [work for work in works if id(work) not in proposals]
@@ -89,20 +101,25 @@ class SuffixDrafter(Drafter):
 
     def _look_up(self, work: Work, new: Seq[int] = ()) -> tuple[int, ...]:
         """The draft after a sequence's tokens and `new` ones; none where a learned one is expected to be better."""
-        tree = self._tree(work.sequence)
-        tree.extend([*work.sequence.tokens[tree.length :], *new])
+        sequence, tree = work.sequence, self._known(work.sequence).tree
+        tree.extend([*sequence.tokens[tree.length :], *new])
         draft, score = tree.draft(work.lookahead, self._earlier)
-        return tuple(draft) if score > self._expected(work) else ()
+        if not self._is_better(work, score):
+            return ()
+        self._scores[sequence.id] = score
+        return tuple(draft)
 
-    def _tree(self, sequence: Sequence) -> SuffixTree:
-        if sequence.id not in self._trees:
-            self._trees[sequence.id] = SuffixTree()
-        return self._trees[sequence.id]
+    def _is_better(self, work: Work, score: float) -> bool:
+        """Whether a suffix draft is expected to have more tokens accepted than a learned one."""
+        known = self._known(work.sequence)
+        expected = min(float(known.accepted.value), work.lookahead) if self.learned.lookahead else 0.0
+        return score * float(known.kept.value) > expected
 
-    def _expected(self, work: Work) -> float:
-        """Accepted tokens of a learned draft."""
-        accepted = self._accepted.get(work.sequence.id, self._usual)
-        return min(float(accepted.value), work.lookahead)
+    def _known(self, sequence: Sequence) -> _Known:
+        if sequence.id not in self._sequences:
+            accepted, kept = Average(7 / 8, self._accepted.value, 1.0), Average(7 / 8, self._kept.value, 1.0)
+            self._sequences[sequence.id] = _Known(SuffixTree(), accepted, kept)
+        return self._sequences[sequence.id]
 
     def settle(self, works: Seq[Work]) -> bool:
         return self.learned.settle(works)
@@ -110,9 +127,10 @@ class SuffixDrafter(Drafter):
     def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
         """Reads prompts while the target does."""
         self.learned.prepare(works, interrupted)
+        self._rounds.put(works, self._scores)
         for work in works:
             if work.num_tokens > 1 and work.sequence.params.speculate:
-                tree = self._tree(work.sequence)
+                tree = self._known(work.sequence).tree
                 tree.extend(work.sequence.tokens[tree.length : work.end])
 
     def catch_up(self, works: Seq[Work]) -> bool:
@@ -120,16 +138,21 @@ class SuffixDrafter(Drafter):
 
     def observe(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
         self.learned.observe(works, outcomes, seconds)
+        scores = self._rounds.pop(works) or {}
         for work, outcome in zip(works, outcomes, strict=True):
-            if outcome is not None and outcome.draft and outcome.origin is Origin.DRAFT:
-                own = self._accepted.setdefault(work.sequence.id, Average(7 / 8, self._usual.value, 1.0))
-                own.add(outcome.num_accepted)
-                self._usual.add(outcome.num_accepted)
+            known = self._sequences.get(work.sequence.id)
+            if known is None or outcome is None or not outcome.draft:
+                continue
+            if outcome.origin is Origin.DRAFT:
+                for average in (known.accepted, self._accepted):
+                    average.add(outcome.num_accepted)
+            elif outcome.origin is Origin.SUFFIX and work.sequence.id in scores:
+                for average in (known.kept, self._kept):
+                    average.add(outcome.num_accepted, scores[work.sequence.id])
 
     def forget(self, sequence: Sequence) -> None:
         self.learned.forget(sequence)
-        self._accepted.pop(sequence.id, None)
-        known = self._trees.pop(sequence.id, None)
+        known = self._sequences.pop(sequence.id, None)
         if known is not None and self._earlier is not None and sequence.status is Status.FINISHED:
             self._earlier.add(sequence.output_token_ids)
 

@@ -112,10 +112,15 @@ def test_the_surer_draft_is_verified() -> None:
     for _ in range(50):
         drafter.observe([unsure], [Outcome((6,), (), (7,) * 4, Origin.DRAFT)], 0.1)
     assert drafter.propose([unsure])[0].origin is Origin.SUFFIX
+    works = [sure]
+    for _ in range(5):  # look-ups of this text are wrong
+        drafter.propose(works)
+        drafter.prepare(works)
+        drafter.observe(works, [Outcome((6,), (), (5, 1, 2), Origin.SUFFIX)], 0.1)
+    assert drafter.propose(works)[0].origin is Origin.DRAFT
     drafter.forget(sure.sequence)
     drafter.forget(unsure.sequence)
-    assert not drafter._trees
-    assert not drafter._accepted
+    assert not drafter._sequences
 
 
 def test_earlier_answers() -> None:
@@ -154,7 +159,7 @@ class Waits:
             tree = SuffixTree()
             tree.extend(state.token_ids[slot, : state.length[slot]].tolist())
             draft, score = tree.draft(work.lookahead, self.drafter._earlier)
-            if score <= self.drafter._expected(work):
+            if not self.drafter._is_better(work, score):
                 draft = []
             self.expected[slot, how["round_"]] = tuple(draft)
             if draft:
@@ -242,14 +247,14 @@ def test_in_flight(models: Models, waits: Waits, alone: list[RequestOutput], how
         assert llm.engine.round.stats.drafter_failures == 0
         assert not llm.engine.round.synchronous
     answered = [(own, expected) for own, expected in waits.found if own]  # an empty one may be of a text that ended
-    assert len(answered) > 20
+    assert len(answered) > 5
     assert [pair for pair in answered if pair[0] != pair[1]] == []
 
 
 def test_a_model_drafts_on_after_suffixes(models: Models, waits: Waits, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches draft KV of tokens that a suffix has replaced: what the target drafts for itself is always accepted."""
     verified = VerifiedDrafts()
-    monkeypatch.setattr(SuffixDrafter, "_expected", lambda self, work: 9.0 * ((self._number + work.slot) % 3 > 0))
+    monkeypatch.setattr(SuffixDrafter, "_is_better", lambda self, work, score: not (self._number + work.slot) % 3)
     with engine_with(models, waits, {"draft": "self", "suffix": True}) as llm, llm.driver.observing(verified):
         verified.synchronous = False
         requests = repetitive(random_requests(COUNT, 0))
