@@ -60,10 +60,9 @@ def main() -> None:
             result = play(make(), sessions)
             table.add_row(kind, name, *result.cells(args.row_cost))
     Console(width=140).print(table)
-    sizes = {
-        kind: round(statistics.mean(sum(map(len, turn)) for s in found for turn in s)) for kind, found in traces.items()
-    }
-    record(args.json, rows_of(table, 2), [f"mean tokens of a turn: {sizes}; cost of a drafted token {args.row_cost}"])
+    sizes = {kind: statistics.mean(sum(map(len, turn)) for s in found for turn in s) for kind, found in traces.items()}
+    shown = ", ".join(f"{kind} {size:.0f}" for kind, size in sizes.items())
+    record(args.json, rows_of(table, 2), [f"Mean tokens of a turn: {shown}; cost of a drafted token {args.row_cost}"])
 
 
 def arguments() -> argparse.Namespace:
