@@ -111,13 +111,16 @@ class SuffixDrafter(Drafter):
 
     def _is_better(self, work: Work, score: float) -> bool:
         """Whether a suffix draft is expected to have more tokens accepted than a learned one."""
+        if not self.learned.lookahead:
+            return score > 0.0
         known = self._known(work.sequence)
-        expected = min(float(known.accepted.value), work.lookahead) if self.learned.lookahead else 0.0
-        return score * float(known.kept.value) > expected
+        return score * float(known.kept.value) > min(float(known.accepted.value), work.lookahead)
 
     def _known(self, sequence: Sequence) -> _Known:
         if sequence.id not in self._sequences:
-            accepted, kept = Average(7 / 8, self._accepted.value, 1.0), Average(7 / 8, self._kept.value, 1.0)
+            accepted = Average(7 / 8, self._accepted.value, 1.0)
+            # The guess keeps its weight: a long match is tried again after many that were wrong.
+            kept = Average(7 / 8, prior_total=4.0 * self._kept.value, prior_weight=4.0)
             self._sequences[sequence.id] = _Known(SuffixTree(), accepted, kept)
         return self._sequences[sequence.id]
 
