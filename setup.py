@@ -19,19 +19,19 @@ variants = runpy.run_path("ssd/kernels/cpu/variants.py")
 kernels = [
     Extension(
         f"ssd.kernels.cpu.{each.library}",
-        ["ssd/kernels/cpu/csrc/ssd.c"],
+        [f"ssd/kernels/cpu/csrc/{each.source}"],
         depends=sorted(map(str, Path("ssd/kernels/cpu/csrc").rglob("*.h"))),
         extra_compile_args=[*variants["FLAGS"], *each.flags],
         libraries=["m", "pthread"],
         py_limited_api=True,
         optional=True,
     )
-    for each in variants["VARIANTS"].get(platform.machine(), (variants["PLAIN"],))
+    for each in (variants["SUFFIX"], *variants["VARIANTS"].get(platform.machine(), (variants["PLAIN"],)))
 ]
 
 
 class BuildKernels(build_ext):
-    """Compiles the variants in parallel; they have one source, so each has a folder of its own for its object file."""
+    """Compiles the variants in parallel; most have one source, so each has a folder for its object file."""
 
     def finalize_options(self) -> None:
         super().finalize_options()

@@ -143,7 +143,7 @@ def arguments() -> argparse.Namespace:
     how.add_argument("--async", dest="run_ahead", action="store_true", help="the draft runs ahead (SSD)")
     how.add_argument("--eagle", action="store_true", help="drafts by an EAGLE-3 head: that of the size, or --draft")
     how.add_argument("--method", choices=["ar", "sd", "ssd"], help="the same in one word")
-    how.add_argument("--compare", metavar="METHODS", help="several in turns, such as ar,sd:4,ssd:6,ngram:5")
+    how.add_argument("--compare", metavar="METHODS", help="several in turns, such as ar,sd:4,ssd:6,suffix:16")
     add_options(how, SpeculationConfig, "k", "backup", "draft_quantization")
     how.add_argument("--f", type=int, help="SSD: branches per draft position (default: adaptive)")
     how.add_argument("--fl", type=int, nargs="+", help="SSD: branches at each of the k + 1 draft positions")

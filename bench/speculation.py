@@ -153,7 +153,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="tiny-llama")
     parser.add_argument("--draft", default="tiny-llama-draft")
-    parser.add_argument("--methods", default="ar,sd:1,sd:2,sd:3,sd:4,ngram:5", help="as for `ssd bench --compare`")
+    parser.add_argument("--methods", default="ar,sd:1,sd:2,sd:3,sd:4,suffix:16", help="as for `ssd bench --compare`")
     add_options(parser, EngineConfig, "device")
     add_options(parser, SpeculationConfig, "budget", "backup", "placement", draft_quantization="--draft-quantization")
     parser.add_argument("--batch", type=int, default=1)

@@ -4,7 +4,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 if [ $# -eq 0 ]; then
-    for name in round_kernels cpu_kernels expert_kernels e4m3 branch_attention quantized sampling_kernels invariance; do
+    for name in round_kernels cpu_kernels expert_kernels e4m3 branch_attention quantized sampling_kernels suffix_trees invariance; do
         set -- "$@" "tests/kernels/test_$name.py"
     done
     set -- "$@" tests/decoding/test_speculation.py::test_same_answers

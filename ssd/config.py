@@ -14,8 +14,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from ssd.errors import ConfigError
 from ssd.options import build, described, is_int, option, plain, validate
 
-NGRAM = "ngram"
+SUFFIX = "suffix"
 K_DEFAULT = 4  # draft tokens per round
+K_SUFFIX = 16  # the same of suffix look-up, whose drafts are shorter where it is not sure
 K_MAX = 8  # largest k of k="auto", unless k_max says otherwise
 BUDGETS = (8, 16, 32)  # choices of budget="auto"
 MOST_BRANCHES = 64  # of budget="auto" for a draft in a process of its own beside a GPU
@@ -55,7 +56,7 @@ class SpeculationConfig:
         "the draft model prepares the next draft for every likely outcome. auto: the fastest of them, by measured "
         "speed.",
         hints={
-            NGRAM: f"n-gram look-up is mode='sd' with draft={NGRAM!r}",
+            **dict.fromkeys((SUFFIX, "ngram"), f"suffix look-up is mode='sd' with draft={SUFFIX!r}"),
             **dict.fromkeys(("eagle", "eagle3"), "an EAGLE-3 head is a draft: mode='sd' or 'ssd' with draft=HEAD"),
             "draft_model": "a draft model is named by draft: mode='sd' or 'ssd' with draft=MODEL",
         },
@@ -63,13 +64,13 @@ class SpeculationConfig:
     draft: str | Proposer | None = option(
         None,
         "A small model with the same tokenizer, an EAGLE-3 head of the model, (not ssd) a block draft of it, DFlash or "
-        "DSpark, or (not ssd) 'ngram': n-gram look-up.",
-        expects=f"a model, {NGRAM!r}, or an object with a method propose(sequences, k)",
+        "DSpark, or (not ssd) 'suffix': suffix look-up, which needs no model.",
+        expects=f"a model, {SUFFIX!r}, or an object with a method propose(sequences, k)",
     )
     k: int | Literal["auto"] | None = option(
         None,
-        f"Draft tokens per round. None: {K_DEFAULT}; all that a block draft was trained to write. auto: chosen by "
-        "measured speed, at most k_max.",
+        f"Draft tokens per round. None: {K_DEFAULT}; all that a block draft was trained to write; {K_SUFFIX} of suffix "
+        "look-up. auto: chosen by measured speed, at most k_max.",
         least=1,
         most=64,
     )
@@ -78,6 +79,18 @@ class SpeculationConfig:
         f"k auto: the most draft tokens per round. None: {K_MAX}; all that a block draft was trained to write.",
         least=1,
         most=64,
+    )
+    suffix: bool = option(
+        False,
+        "sd: suffix look-up beside the draft model or head. For each sequence the draft is verified that is expected "
+        "to have more tokens accepted.",
+    )
+    suffix_cache_tokens: int = option(
+        0,
+        "Suffix look-up finds drafts in earlier answers of the engine, too, of all users: the last ones with so many "
+        "tokens together. It takes up to 172 bytes a token.",
+        least=0,
+        most=1 << 28,
     )
     draft_quantization: Literal["none", "fp8", "int8", "int4", "int8+bf16", "dequantized"] | None = option(
         None,
@@ -177,7 +190,9 @@ class SpeculationConfig:
                 f'speculation mode="ar" drafts nothing: leave the other options out, or use mode="{mode}" with a draft'
             )
         if self.mode != "ar" and self.draft is None:
-            raise ConfigError(f'speculation mode="{self.mode}" needs a draft: name a model, or (not ssd) {NGRAM!r}')
+            raise ConfigError(f'speculation mode="{self.mode}" needs a draft: name a model, or (not ssd) {SUFFIX!r}')
+        if self.draft == "ngram":
+            raise ConfigError(f'speculation draft="ngram": n-gram look-up is replaced by draft={SUFFIX!r}')
         modelless = self.draft is not None and self.draft_model is None
         plain = self.mode == "sd" or (self.mode == "auto" and modelless)
         if plain and (ahead := self.options_of_ssd):
@@ -192,6 +207,16 @@ class SpeculationConfig:
         if modelless and self.draft_quantization is not None:
             raise ConfigError(
                 f"speculation draft_quantization is for draft models, not for {self.draft!r}: leave it out"
+            )
+        if self.suffix and (self.mode != "sd" or modelless):
+            raise ConfigError(
+                f"speculation suffix is look-up beside a draft model or head: use mode='sd' and name one, or "
+                f"draft={SUFFIX!r} for look-up alone"
+            )
+        if self.suffix_cache_tokens and not (self.suffix or self.draft == SUFFIX):
+            raise ConfigError(
+                f"speculation suffix_cache_tokens={self.suffix_cache_tokens} is for suffix look-up: leave it out, or "
+                f"use draft={SUFFIX!r}"
             )
         if self.draft_device is not None and self.placement not in ("auto", "process"):
             raise ConfigError(
@@ -228,14 +253,15 @@ class SpeculationConfig:
     @property
     def draft_model(self) -> str | None:
         """The draft model or head; None where tokens are proposed without one."""
-        return self.draft if isinstance(self.draft, str) and self.draft != NGRAM else None
+        return self.draft if isinstance(self.draft, str) and self.draft != SUFFIX else None
 
     @property
     def lookahead(self) -> int:
         """Maximum draft length of a round."""
         if self.mode == "ar":
             return 0
-        return self.k_max or K_MAX if self.k == "auto" else self.k or K_DEFAULT
+        usual = K_SUFFIX if self.draft == SUFFIX else K_DEFAULT
+        return self.k_max or K_MAX if self.k == "auto" else self.k or usual
 
     @property
     def budgets(self) -> tuple[int, ...]:

@@ -255,7 +255,7 @@ class Origin(IntEnum):
     HIT = 2  # SSD: prepared for exactly this outcome
     JIT = 3  # SSD, after a miss: written by the draft model while the target waited
     SIBLING = 4  # SSD, after a miss: prepared for the same number of accepted tokens and another last token
-    NGRAM = 5  # n-gram look-up: what followed the same tokens earlier in the text
+    SUFFIX = 5  # suffix look-up: what followed the same tokens earlier, in the text or in other answers
 
 
 LOOKED_UP = frozenset({Origin.HIT, Origin.JIT, Origin.SIBLING})  # origins after a look-up in prepared branches
@@ -386,7 +386,7 @@ class Proposal:
     """A drafter's draft for one sequence: tokens that may follow its last decided token.
 
     `distributions` [tokens, vocabulary] are those that the tokens were sampled from; the rejection rule needs them.
-    None: the tokens were not sampled (n-gram look-up), or the rule is the coupled one.
+    None: the tokens were not sampled (suffix look-up), or the rule is the coupled one.
     """
 
     token_ids: tuple[int, ...] = ()

@@ -40,7 +40,7 @@ def look_up(
 
 def await_answers(
     state: StateView,
-    wanted: torch.Tensor,
+    slots: torch.Tensor,
     answers: torch.Tensor,
     *,
     round_: int,
@@ -50,7 +50,7 @@ def await_answers(
 ) -> None:
     """Of answers that are there already: nobody could give one while a CPU waits."""
     k = state.drafts.shape[1]
-    for slot in wanted[0].tolist():
+    for slot in slots.tolist():
         answer = answers[slot]
         if int(state.origin[slot]) != hit and int(answer[0]) == round_ and int(answer[1]) > 0:
             state.drafts[slot] = answer[2 : 2 + k].clamp(min=0)

@@ -21,7 +21,7 @@ from ssd.assembly.open import open_checkpoint
 from ssd.assembly.placement import deepened, placed, sized
 from ssd.assembly.ranks import Follower, Place, Ranks
 from ssd.assembly.warm_up import warm_up
-from ssd.config import NGRAM, EngineConfig
+from ssd.config import SUFFIX, EngineConfig
 from ssd.decoding.rejection import RejectionTarget
 from ssd.decoding.round import Round
 from ssd.engine.engine import Engine
@@ -89,7 +89,7 @@ def _for_ranks(config: EngineConfig) -> EngineConfig:
     """What the other ranks are told, as JSON: a drafter of the user's own is on the first one only."""
     if config.speculation.draft is None or isinstance(config.speculation.draft, str):
         return config
-    return replace(config, speculation=replace(config.speculation, draft=NGRAM))
+    return replace(config, speculation=replace(config.speculation, draft=SUFFIX))
 
 
 def _assemble(

@@ -9,7 +9,7 @@ from ssd.assembly.memory import Loaded
 from ssd.assembly.models import load_decoder
 from ssd.assembly.open import open_checkpoint, open_feature_draft
 from ssd.assembly.placement import prepares_here
-from ssd.config import NGRAM, EngineConfig, SpeculationConfig
+from ssd.config import SUFFIX, EngineConfig, SpeculationConfig
 from ssd.drafting.eagle import private_blocks
 from ssd.drafting.shapes import RunShapes, widths_up_to
 from ssd.errors import ConfigError
@@ -39,7 +39,7 @@ def open_draft(
     if difference is not None:
         raise ConfigError(
             f"speculation draft={speculation.draft!r} has another tokenizer than the target ({difference}): use a "
-            f"draft of the same family, or draft={NGRAM!r}, which needs no model"
+            f"draft of the same family, or draft={SUFFIX!r}, which needs no model"
         )
     return checkpoint
 

@@ -15,8 +15,11 @@ from ssd.drafting.controller import DepthController
 from ssd.drafting.custom import CustomDrafter
 from ssd.drafting.late import LateBindingDrafter
 from ssd.drafting.model import DraftSource, ModelDrafter
-from ssd.drafting.ngram import NgramDrafter
+from ssd.drafting.suffix import SuffixDrafter
+from ssd.drafting.table import DraftAnswers
 from ssd.execution.runner import ModelRunner
+from ssd.execution.state import SequenceState
+from ssd.kernels.device import kernels
 
 
 def make_drafter(config: EngineConfig, runner: ModelRunner | None, target: ModelRunner, *, on_demand: bool) -> Drafter:
@@ -32,7 +35,7 @@ def make_drafter(config: EngineConfig, runner: ModelRunner | None, target: Model
         model = make_draft_model(config, runner, make_fan_out(speculation), target)
     workers = start_workers(config, target.state) if speculation.placement == "process" else None
     least = least_seconds(config, target, runner)
-    drafter = drafter_of(model, speculation, workers, least)
+    drafter = drafter_of(model, speculation, target.state, workers, least)
     first = drafter.arm.mode if isinstance(drafter, DepthController) else speculation.mode
     if least is not None and workers is not None and (first == "ssd" or not on_demand):
         await_workers(workers)
@@ -42,6 +45,7 @@ def make_drafter(config: EngineConfig, runner: ModelRunner | None, target: Model
 def drafter_of(
     model: DraftSource | None,
     speculation: SpeculationConfig,
+    state: SequenceState,
     workers: Drafter | None = None,
     least: Callable[[Arm], float] | None = None,
 ) -> Drafter:
@@ -56,7 +60,7 @@ def drafter_of(
         drafters["sd"] = drafters["ssd"] = ssd_drafter(model, speculation, make_fan_out(speculation))
     else:
         if speculation.mode != "ssd":
-            drafters["sd"] = ModelDrafter(model, speculation.lookahead) if model else _modelless(speculation)
+            drafters["sd"] = _sd_drafter(model, speculation, state)
         if workers is not None:
             drafters["ssd"] = workers
     if "auto" not in (speculation.mode, speculation.k, speculation.budget):
@@ -68,8 +72,13 @@ def drafter_of(
     return DepthController(drafters, arms, {arm: least(arm) for arm in arms} if least is not None else None)
 
 
-def _modelless(speculation: SpeculationConfig) -> Drafter:
-    draft = speculation.draft
-    if draft is None or isinstance(draft, str):
-        return NgramDrafter(speculation.lookahead)
-    return draft if isinstance(draft, Drafter) else CustomDrafter(draft, speculation.lookahead)
+def _sd_drafter(model: DraftSource | None, speculation: SpeculationConfig, state: SequenceState) -> Drafter:
+    draft, k = speculation.draft, speculation.lookahead
+    if draft is not None and not isinstance(draft, str):
+        return draft if isinstance(draft, Drafter) else CustomDrafter(draft, k)
+    learned = ModelDrafter(model, k) if model is not None else None
+    if learned is not None and not speculation.suffix:
+        return learned
+    in_flight = kernels(state.device).draft_table is not None and speculation.acceptance == "coupled"
+    answers, cached = DraftAnswers(state) if in_flight else None, speculation.suffix_cache_tokens
+    return SuffixDrafter(k, learned=learned, cached_tokens=cached, answers=answers)

@@ -9,7 +9,7 @@ import torch
 
 from ssd.assembly.device import rank_device, resolve_device
 from ssd.assembly.memory import format_names, weight_bytes
-from ssd.config import K_DEFAULT, K_MAX, SpeculationConfig
+from ssd.config import K_MAX, SpeculationConfig
 from ssd.errors import ConfigError
 from ssd.execution.threads import num_cores
 from ssd.models.block import BlockCheckpoint
@@ -73,7 +73,9 @@ def deepened(speculation: SpeculationConfig, draft: Checkpoint | FeatureCheckpoi
     whole = draft.config.most_drafted if isinstance(draft, BlockCheckpoint) else None
     if speculation.k == "auto":
         return replace(speculation, k_max=speculation.k_max or whole or K_MAX)
-    return replace(speculation, k=speculation.k or whole or K_DEFAULT) if speculation.mode != "ar" else speculation
+    if speculation.mode == "ar":
+        return speculation
+    return replace(speculation, k=speculation.k or whole or speculation.lookahead)
 
 
 def sized(

@@ -15,7 +15,7 @@ from ssd.assembly.drafters import drafter_of
 from ssd.assembly.open import open_feature_draft
 from ssd.assembly.placement import placed
 from ssd.bench.answers import Answer, Prompt, RequestSettings
-from ssd.config import NGRAM, SpeculationConfig
+from ssd.config import SUFFIX, SpeculationConfig
 from ssd.core import Outcome, RequestOutput, SamplingParams, Work
 from ssd.decoding.drafter import Drafter
 from ssd.decoding.observer import RoundObserver
@@ -24,6 +24,7 @@ from ssd.drafting.controller import DepthController
 from ssd.drafting.eagle import EagleModel
 from ssd.drafting.model import DraftSource, ModelDrafter
 from ssd.drafting.ssd import SSDDrafter
+from ssd.drafting.suffix import SuffixDrafter
 from ssd.engine.driver import Asked, Driver
 from ssd.engine.engine import Engine
 from ssd.engine.metrics import EngineMetrics
@@ -37,7 +38,7 @@ from ssd.sampling.pinned import rates_of
 
 @dataclass(frozen=True)
 class Method:
-    """A decoding method: `ar`, `sd`, `sd:4`, `ssd:auto`, `ngram:5`; without a number the default k is used."""
+    """A decoding method: `ar`, `sd`, `sd:4`, `ssd:auto`, `suffix:16`; without a number the default k is used."""
 
     name: str
     speculation: dict[str, Any]  # options of SpeculationConfig
@@ -46,19 +47,23 @@ class Method:
     def parse(cls, text: str, draft: str | None, k: int | str, options: Mapping[str, Any]) -> Method:
         """`options` are those of mode="ssd", of the acceptance rule, or of the draft model."""
         mode, _, number = text.partition(":")
-        if mode not in ("ar", "sd", "ssd", "auto", NGRAM) or (mode == "ar" and number):
+        if mode not in ("ar", "sd", "ssd", "auto", SUFFIX) or (mode == "ar" and number):
             raise ConfigError(
-                f"method {text!r}: must be ar, sd, ssd, auto or {NGRAM}, with a number of tokens if need be: ssd:6"
+                f"method {text!r}: must be ar, sd, ssd, auto or {SUFFIX}, with a number of tokens if need be: ssd:6"
             )
         if mode == "ar":
             return cls("ar", {"mode": "ar"})
         k = options_of(SpeculationConfig)["k"].parse(number) if number else k
-        if mode != NGRAM and draft is None:
+        if mode != SUFFIX and draft is None:
             raise ConfigError(f"method {text!r} needs a draft: name one with --draft")
-        both = ("acceptance", "saguaro_c", "draft_quantization")
-        rule = {name: value for name, value in options.items() if name in both}
-        chosen: dict[str, Any] = {"mode": "sd" if mode == NGRAM else mode, "draft": NGRAM if mode == NGRAM else draft}
-        chosen |= {"k": k} | (dict(options) if mode in ("ssd", "auto") else {} if mode == NGRAM else rule)
+        look_up = {"suffix", "suffix_cache_tokens"}
+        known = {SUFFIX: {"suffix_cache_tokens"}, "sd": {"acceptance", "saguaro_c", "draft_quantization"} | look_up}
+        names = known.get(mode, options.keys() - look_up)
+        chosen: dict[str, Any] = {
+            "mode": "sd" if mode == SUFFIX else mode,
+            "draft": SUFFIX if mode == SUFFIX else draft,
+        }
+        chosen |= {"k": k} | {name: value for name, value in options.items() if name in names}
         return cls(f"{mode} k={k}", chosen)
 
 
@@ -212,10 +217,10 @@ def _in_process(method: Method, device: str) -> bool:
 
 def _covering(wanted: Seq[SpeculationConfig]) -> SpeculationConfig:
     """The options of an engine that can run all of these."""
-    with_model = [s for s in wanted if s.mode != "ar" and s.draft != NGRAM]
+    with_model = [s for s in wanted if s.mode != "ar" and s.draft != SUFFIX]
     if not with_model:
         deepest = max(s.lookahead for s in wanted)
-        return SpeculationConfig(mode="sd", draft=NGRAM, k=deepest) if deepest else SpeculationConfig()
+        return SpeculationConfig(mode="sd", draft=SUFFIX, k=deepest) if deepest else SpeculationConfig()
     ahead = [s for s in with_model if s.mode in ("ssd", "auto")]
     deepest = max(s.lookahead for s in wanted)
     if not ahead:
@@ -228,13 +233,14 @@ def _drafter(llm: LLM, speculation: SpeculationConfig) -> Drafter:
     """A drafter for an existing engine and its draft model."""
     built = llm.engine.round.drafter
     inner = built.inner if isinstance(built, DepthController) else [built]
+    inner = [each.learned if isinstance(each, SuffixDrafter) else each for each in inner]
     models: list[DraftSource] = [each.model for each in inner if isinstance(each, (SSDDrafter, ModelDrafter))]
     model = models[0] if models else None
     head, prepares = isinstance(model, EagleModel), not isinstance(model, BlockModel)
     speculation = placed(speculation, resolve_device(llm.config.device), head=head, prepares=prepares)
-    if speculation.draft == NGRAM:
+    if speculation.draft == SUFFIX:
         model = None
-    drafter = drafter_of(model, speculation)
+    drafter = drafter_of(model, speculation, llm.engine.round.target.state)
     if speculation.mode == "auto" and isinstance(drafter, DepthController):  # as an engine of its own does
         llm.driver.call(lambda engine: engine.use(drafter, engine.scheduler.max_num_seqs))
         measure_modes(llm.driver, drafter)

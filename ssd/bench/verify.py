@@ -26,7 +26,7 @@ from ssd.bench.ours import answer_of
 from ssd.bench.record import origin
 from ssd.bench.run import workloads_of
 from ssd.bench.serve import Result
-from ssd.config import NGRAM, SpeculationConfig
+from ssd.config import K_DEFAULT, SUFFIX, SpeculationConfig
 from ssd.core import SamplingParams
 from ssd.decoding.drafter import Drafter
 from ssd.drafting.controller import DepthController
@@ -98,7 +98,9 @@ def header_of(config: BenchConfig, target: Mapping[str, Any]) -> dict[str, Any]:
 
 def _speculation(config: BenchConfig) -> SpeculationConfig:
     """That of mode="auto", which has the drafters of all modes, with a draft placed as in mode="ssd"."""
-    speculation = SpeculationConfig.of({**config.speculation, "mode": "auto", "draft": config.draft or NGRAM})
+    if config.draft is None:  # with drafts of K_SUFFIX tokens there would be room for all requests
+        return SpeculationConfig.of({"k": K_DEFAULT, **config.speculation, "mode": "auto", "draft": SUFFIX})
+    speculation = SpeculationConfig.of({**config.speculation, "mode": "auto", "draft": config.draft})
     if speculation.draft_model is None:
         return speculation
     draft = open_feature_draft(speculation.draft_model)
@@ -116,7 +118,7 @@ def _compare(
     modes: dict[str, Drafter] = {**controller.drafters, "auto": controller}
     not_compared: dict[str, str] = {}
     if "ssd" not in modes:
-        not_compared["ssd"] = f"draft {config.draft or NGRAM} prepares nothing: name a draft model or an EAGLE head"
+        not_compared["ssd"] = f"draft {config.draft or SUFFIX} prepares nothing: name a draft model or an EAGLE head"
     conditions = _conditions(min(config.batch, len(asked)))
     done = progress.begin("ar", len(modes) * len(conditions) * len(asked))
     ways = _Ways(llm, asked)

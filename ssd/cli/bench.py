@@ -20,7 +20,7 @@ HELP: Final = """\
 Measure how fast a model decodes: [bold]AR, SD, SSD and other engines, in turns[/], prompt by prompt. The report warns \
 of a machine that was busy meanwhile: ratios are then not to be trusted.
 
-A method is [cyan]ar[/], [cyan]sd[/], [cyan]ssd[/], [cyan]auto[/] or [cyan]ngram[/], perhaps with its number of \
+A method is [cyan]ar[/], [cyan]sd[/], [cyan]ssd[/], [cyan]auto[/] or [cyan]suffix[/], perhaps with its number of \
 drafted tokens: [cyan]ssd:6[/], [cyan]sd:auto[/]. All methods share the weights, and that they write the same tokens \
 is checked (exit code 1 if not). Only decoding is compared: prompts are timed apart, warm-up is not counted. Prompts \
 come from SSD_DATASET_DIR (or [cyan]--folder[/]) if it has the set, else from those that come with ssd; the report \
@@ -30,7 +30,7 @@ says which.
 
   ssd bench   (a bundled pair at a size at which drafts pay on a CPU; two to three minutes on two cores)
 
-  ssd bench tiny-qwen3 --compare ar,sd:2,ssd:3,ngram:4 --sets gsm8k --plot report.html --json report.json
+  ssd bench tiny-qwen3 --compare ar,sd:2,ssd:3,suffix:16 --sets gsm8k --plot report.html --json report.json
 
   ssd bench MODEL --draft DRAFT --peer hf,hf:4 --prompts 4
 
@@ -62,7 +62,7 @@ def bench(
 ) -> None:
     draft = speculation.pop("draft", None) or bundled_draft(model)
     short, best_k = ({"num_prompts": 2}, 3) if model == DEMO_MODEL else ({}, K_DEFAULT)
-    settings = {"methods": "ar,sd,ssd,auto" if draft else "ar,ngram", **short, **settings}
+    settings = {"methods": "ar,sd,ssd,auto" if draft else "ar,suffix", **short, **settings}
     k = speculation.pop("k", best_k)
     config = BenchConfig(model, draft, k=k, speculation=speculation, engine=engine, **sampling, **settings)
     follow(engine)

@@ -20,7 +20,7 @@ from rich.text import Text
 from ssd.cli.chat import A_DEMO, Origins, knows_chats
 from ssd.cli.console import DEMO_MODEL, bundled_draft, draft_summary, load, print_note, speed_summary, total
 from ssd.cli.options import Flags, Given, command
-from ssd.config import NGRAM, EngineConfig, SpeculationConfig
+from ssd.config import SUFFIX, EngineConfig, SpeculationConfig
 from ssd.core import RequestOutput, SamplingParams
 from ssd.errors import SSDError
 
@@ -133,12 +133,12 @@ def demo(
         questions = [*(Question("your question", text) for text in prompt or ()), *QUESTIONS]
         asked = [Asked(each, each.prompt(chats), replace(params, stop=each.stop)) for each in questions]
         runs = [one_at_a_time(llm, asked, console, "one at a time (AR)", shown=len(asked)), as_one_batch(llm, asked)]
-    draft = speculation.get("draft") or bundled_draft(model) or NGRAM
-    methods = {"sd": "with a draft (SD)"} | ({"ssd": "draft prepared ahead (SSD)"} if draft != NGRAM else {})
+    draft = speculation.get("draft") or bundled_draft(model) or SUFFIX
+    methods = {"sd": "with a draft (SD)"} | ({"ssd": "draft prepared ahead (SSD)"} if draft != SUFFIX else {})
     for mode, method in methods.items():  # one engine at a time: each has all cores
         with load(model, {**engine, "speculation": {**speculation, "mode": mode, "draft": draft}}) as llm:
             runs.append(one_at_a_time(llm, asked, console, method, shown=1))
-    if draft == NGRAM:
+    if draft == SUFFIX:
         console.print("SSD needs a draft model: name one with [cyan]--draft[/].\n")
     conclude(model, asked, runs, console)
 

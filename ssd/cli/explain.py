@@ -65,7 +65,7 @@ BYTES: Final = {  # of the characters of byte-level vocabularies: printable ones
 SOURCES: Final = {
     Origin.HIT: "prepared",
     Origin.JIT: "drafted",
-    Origin.NGRAM: "looked up",
+    Origin.SUFFIX: "looked up",
     Origin.SIBLING: "borrowed",
     Origin.DRAFT: "drafted",
     Origin.NONE: "",

@@ -33,7 +33,7 @@ The exit code is 0 if all is equal, 1 if something differs, 2 if something faile
 
   ssd verify MODEL --draft DRAFT --sets gsm8k --prompts 4 --max-tokens 128 --json equal.json --html equal.html
 
-  ssd verify MODEL --draft ngram --dtype bfloat16 --quantization int8
+  ssd verify MODEL --draft suffix --dtype bfloat16 --quantization int8
 
   ssd verify http://127.0.0.1:8000/v1 --batch 16
 """

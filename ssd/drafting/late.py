@@ -22,7 +22,7 @@ from ssd.drafting.estimate import Average
 from ssd.drafting.process import ProcessDrafter
 from ssd.drafting.replica import DraftReplica
 from ssd.drafting.ssd import BackupPolicy
-from ssd.drafting.table import DraftTables
+from ssd.drafting.table import DraftAnswers, DraftTables
 from ssd.drafting.width import WidthInTime
 from ssd.drafting.wire import Draft
 from ssd.execution.clock import Clock
@@ -63,7 +63,7 @@ class LateBindingDrafter(ProcessDrafter):
         **limits: Any,
     ) -> None:
         super().__init__(starts, lookahead, state.vocab_size, budget=budget, **limits)
-        self.tables = DraftTables(state, len(starts), budget)
+        self.tables, self.answers = DraftTables(state, len(starts), budget), DraftAnswers(state)
         self.policy = BackupPolicy(backup)
         self._hits = Average(31 / 32, 8.0, 10.0)  # share of look-ups
         self._number = 0  # of the last round proposed for
@@ -115,7 +115,8 @@ class LateBindingDrafter(ProcessDrafter):
         missed = max(1, round(batch * (1 - self._hits.value)))
         if self.policy.waits(missed, batch):
             launched.awaits = True
-            self.tables.await_answers(launched.number, self.patience + _GRACE)
+            slots = [work.slot for work in launched.looked_up]
+            self.answers.wait(slots, launched.number, self.patience + _GRACE, Origin.JIT)
         return False
 
     def serve(self, ended: Clock) -> None:
@@ -170,7 +171,7 @@ class LateBindingDrafter(ProcessDrafter):
                 self.late += any(each.supervisor.ready for each in self.replicas)
         finally:
             for work in missed:  # the device waits for it
-                self.tables.answer(work.slot, launched.number, answers.get(work.sequence.id, ()))
+                self.answers.answer(work.slot, launched.number, answers.get(work.sequence.id, ()))
 
     def _send(
         self,

@@ -133,20 +133,20 @@ class DraftModel(DraftSource):
         """Tokens beyond those that a run can read are read now."""
         most, behind = 0, list[Able]()
         for work, own in able:
-            deciding = _deciding(work)
+            deciding = undecided(work)
             if deciding is not None and deciding is own.last_read:
                 most = max(most, deciding.num_logits)
             else:
                 behind.append((work, own))
         reads = self.runner.shapes.reads
-        self._read([(o, len(w.sequence.tokens) - (0 if _deciding(w) else reads)) for w, o in behind])
+        self._read([(o, len(w.sequence.tokens) - (0 if undecided(w) else reads)) for w, o in behind])
         return max([most, *(work.sequence.most_len - own.kv.num_computed for work, own in behind)])
 
     def branching(self, able: Seq[Able]) -> list[Work]:
         """Those whose decided tokens but the last have draft KV, as branches need it; reads them if they are known."""
         found, unread = list[Work](), list[tuple[DraftSequence, int]]()
         for work, own in able:
-            deciding = _deciding(work)
+            deciding = undecided(work)
             if work.proposal.origin not in (Origin.DRAFT, Origin.JIT):
                 if deciding is not None and deciding is not own.last_branched:
                     continue
@@ -186,7 +186,7 @@ class DraftModel(DraftSource):
             return
         if branched:
             own.kv.num_computed = max(own.kv.num_computed, len(sequence.tokens) - 1)
-        elif outcome.origin in (Origin.DRAFT, Origin.JIT):
+        elif {outcome.origin, work.proposal.origin} & {Origin.DRAFT, Origin.JIT}:  # perhaps replaced by a suffix's
             own.kv.num_computed = max(own.kv.num_computed, len(sequence.tokens) - len(outcome.token_ids))
         self.pool.commit(own.kv, sequence.tokens)
 
@@ -242,7 +242,7 @@ class DraftModel(DraftSource):
         return True
 
 
-def _deciding(work: Work) -> Work | None:
+def undecided(work: Work) -> Work | None:
     """The sequence's work in flight, if it decides tokens."""
     in_flight = work.sequence.in_flight
     return in_flight if in_flight is not None and in_flight.decides else None

@@ -1,4 +1,4 @@
-"""What a drafter in another process has prepared, where a kernel of the target's device finds it: pinned host memory.
+"""Drafts that come after a round was launched, where a kernel of the target's device finds them: pinned host memory.
 
 The host writes rows while rounds are in flight, and the device reads them when it executes a look-up
 (`ssd.kernels.triton.draft_table`). A row becomes valid by its first word, which is written last. Whatever is read, at
@@ -17,23 +17,22 @@ from ssd.drafting.wire import Draft, PreparedDrafts
 from ssd.execution.clock import Clock, now
 from ssd.execution.state import SequenceState
 from ssd.kernels.device import kernels
+from ssd.kernels.transfers import to_device
 
 _NO_ROUND = -1  # of a sequence for which nothing was prepared
 
 
 class DraftTables:
-    """Tables of prepared drafts by replica and slot, answers by slot, and the record of the last look-up."""
+    """What drafters in other processes have prepared, by replica and slot, and the record of the last look-up."""
 
     def __init__(self, state: SequenceState, replicas: int, width: int) -> None:
         self.state = state
         self._kernels = kernels(state.device).draft_table
         self._k, self._width = state.drafts.shape[1], width
         entry, slots = 2 + 2 * self._k, state.num_slots + 1
-        self._tables = self._pinned(replicas, slots, 2 + width * entry)
-        self._answers = self._pinned(slots, 2 + 2 * self._k)
-        self._record = self._pinned(slots, 1 + 2 * self._k)
-        self._wanted = self._pinned(2 * slots)
-        self._num_wanted = 0
+        self._tables = _pinned(state.device, replicas, slots, 2 + width * entry)
+        self._record = _pinned(state.device, slots, 1 + 2 * self._k)
+        self._wanted = _pinned(state.device, 2 * slots)
         self.looked_up: Clock | None = None  # end of the last look-up
 
     def write(self, replica: int, slot: int, round_: int, prepared: PreparedDrafts) -> None:
@@ -52,7 +51,6 @@ class DraftTables:
 
         It waits `seconds` at most for tables that are not there yet.
         """
-        self._num_wanted = len(slots)
         wanted = self._wanted[: 2 * len(slots)].view(2, -1)
         wanted.numpy()[:] = [slots, [_NO_ROUND if each is None else each for each in rounds]]
         self._kernels.look_up(
@@ -66,18 +64,6 @@ class DraftTables:
         )
         self.looked_up = now(self.state.device)
 
-    def await_answers(self, round_: int, seconds: float) -> None:
-        """Launches a wait for `answer`, for those of the last look-up that were no hits."""
-        self._kernels.await_answers(
-            self.state.view,
-            self._wanted[: 2 * self._num_wanted].view(2, -1),
-            self._answers,
-            round_=round_,
-            limit=int(seconds * 1e9),
-            hit=Origin.HIT,
-            written=Origin.JIT,
-        )
-
     def found(self, slots: Seq[int]) -> list[tuple[Origin, Draft]]:
         """What the last look-up found for these sequences. Waits for it."""
         if self.looked_up is not None:
@@ -89,6 +75,28 @@ class DraftTables:
         origins = map(Origin, record[:, 0].tolist())
         return [(o, Draft(tuple(t[:n]), tuple(s[:n]))) for o, (t, s, n) in zip(origins, drafts, strict=True)]
 
+
+class DraftAnswers:
+    """Drafts that the host gives while the device waits for them, by slot."""
+
+    def __init__(self, state: SequenceState) -> None:
+        self.state = state
+        self._kernels = kernels(state.device).draft_table
+        self._k = state.drafts.shape[1]
+        self._answers = _pinned(state.device, state.num_slots + 1, 2 + 2 * self._k)
+
+    def wait(self, slots: Seq[int], round_: int, seconds: float, origin: Origin) -> None:
+        """Launches a wait of `seconds` at most for `answer`, for those of these sequences whose draft is no hit."""
+        self._kernels.await_answers(
+            self.state.view,
+            to_device(np.array(slots, dtype=np.int32), self.state.device),
+            self._answers,
+            round_=round_,
+            limit=int(seconds * 1e9),
+            hit=Origin.HIT,
+            written=origin,
+        )
+
     def answer(self, slot: int, round_: int, token_ids: Seq[int]) -> None:
         """Ends the wait of a sequence, with a draft or without one."""
         row, count = self._answers[slot].numpy(), min(len(token_ids), self._k)
@@ -97,5 +105,6 @@ class DraftTables:
         row[2 : 2 + count] = token_ids[:count]
         row[1], row[0] = count, round_
 
-    def _pinned(self, *shape: int) -> torch.Tensor:
-        return torch.full(shape, _NO_ROUND, dtype=torch.int32, pin_memory=self.state.device.type == "cuda")
+
+def _pinned(device: torch.device, *shape: int) -> torch.Tensor:
+    return torch.full(shape, _NO_ROUND, dtype=torch.int32, pin_memory=device.type == "cuda")

@@ -87,7 +87,7 @@ def mode(llm: LLM, name: str) -> Iterator[None]:
     assert isinstance(built, SSDDrafter)
     options = {"mode": name, "draft": "noisy", "k": 3} if name != "ar" else {"mode": name}
     speculation = SpeculationConfig(**options)  # type: ignore[arg-type]
-    drafter = built if name == "ssd" else drafter_of(built.model, speculation)
+    drafter = built if name == "ssd" else drafter_of(built.model, speculation, llm.engine.round.target.state)
     llm.driver.call(lambda engine: engine.round.use(drafter))
     yield
     llm.driver.call(lambda engine: engine.round.use(built))

@@ -240,13 +240,13 @@ def test_a_report_says_why_drafts_did_not_pay() -> None:
 
 def test_methods_are_spelled() -> None:
     options = {"budget": 8, "acceptance": "rejection"}
-    found = methods_of("ar, sd:2,ssd:auto,ngram", "d", 5, options)
-    assert [method.name for method in found] == ["ar", "sd k=2", "ssd k=auto", "ngram k=5"]
+    found = methods_of("ar, sd:2,ssd:auto,suffix", "d", 5, options)
+    assert [method.name for method in found] == ["ar", "sd k=2", "ssd k=auto", "suffix k=5"]
     assert [method.speculation for method in found] == [
         {"mode": "ar"},
         {"mode": "sd", "draft": "d", "k": 2, "acceptance": "rejection"},
         {"mode": "ssd", "draft": "d", "k": "auto", "budget": 8, "acceptance": "rejection"},
-        {"mode": "sd", "draft": "ngram", "k": 5},
+        {"mode": "sd", "draft": "suffix", "k": 5},
     ]
     for wrong in ("", "fast", "ar:3", "ar,ar"):
         with pytest.raises(ConfigError):
@@ -266,7 +266,7 @@ def test_sizes_are_spelled() -> None:
 def test_all_methods_share_an_engine_and_write_the_same() -> None:
     """Catches a draft that is swapped in and loses text, counts or its own number of tokens."""
     options = {"placement": "inline", "budget": 6, "fan_out": 2, "draft_quantization": "int8"}
-    methods = methods_of("ar,sd:2,ssd:3,ssd:auto,sd:auto,ngram:3", "tiny-llama-draft", 4, options)
+    methods = methods_of("ar,sd:2,ssd:3,ssd:auto,sd:auto,suffix:3", "tiny-llama-draft", 4, options)
     ours = our_contenders("tiny-llama", methods, batch=2, device="cpu", prefix_caching=False, max_model_len=128)
     assert len({id(contender.llm) for contender in ours}) == 1
     tokenizer = open_checkpoint("tiny-llama").tokenizer()
@@ -329,7 +329,7 @@ def test_the_report_says_how_many_prompts_were_measured() -> None:
 @pytest.mark.parametrize(
     ("methods", "peers", "draft"),
     [
-        ("ar,ngram:3", ("hf", "http://127.0.0.1:8000"), None),
+        ("ar,suffix:3", ("hf", "http://127.0.0.1:8000"), None),
         ("ar,sd:2", (), "tiny-llama-draft"),
         ("ar", ("hf:2",), "tiny-llama-draft"),
     ],
@@ -439,7 +439,7 @@ def test_different_texts_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     import ssd.bench.run as module
 
     monkeypatch.setattr(module, "same_text", lambda found: False)
-    flags = ["bench", "--compare", "ar,ngram:2", "--sets", "example", "--prompts", "1", "--max-tokens", "4"]
+    flags = ["bench", "--compare", "ar,suffix:2", "--sets", "example", "--prompts", "1", "--max-tokens", "4"]
     result = CliRunner().invoke(app, [*flags, "--repeats", "1", "--device", "cpu"])
     assert result.exit_code == 1
     assert "this is a bug" in result.output
@@ -457,11 +457,11 @@ def test_json_alone_goes_to_stdout() -> None:
 
 
 def test_a_pipe_has_a_line_for_every_method_before_the_report() -> None:
-    flags = ["--compare", "ar,ngram:2", "--sets", "example", "--prompts", "1", "--max-tokens", "4", "--repeats", "1"]
+    flags = ["--compare", "ar,suffix:2", "--sets", "example", "--prompts", "1", "--max-tokens", "4", "--repeats", "1"]
     result = CliRunner().invoke(app, ["bench", "tiny-llama", *flags])
     told, *lines = [line.partition(": ")[0].strip() for line in result.stdout.splitlines()[:4]]
     assert told == "turns of each method"
-    assert lines[:2] == ["ar, example, 1 of 1", "ngram k=2, example, 1 of 1"]
+    assert lines[:2] == ["ar, example, 1 of 1", "suffix k=2, example, 1 of 1"]
     assert lines[2].startswith("tiny-llama, batch 1")
     assert result.stderr.startswith("loading tiny-llama\n")
 

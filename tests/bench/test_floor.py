@@ -64,13 +64,13 @@ def test_shares() -> None:
 
 
 @pytest.mark.parametrize(
-    ("methods", "batch"), mostly_slow([("ar,ngram:2", 1), ("ngram:2", 1), ("ar", 2)], fast=[("ar,ngram:2", 1)])
+    ("methods", "batch"), mostly_slow([("ar,suffix:2", 1), ("suffix:2", 1), ("ar", 2)], fast=[("ar,suffix:2", 1)])
 )
 def test_a_report_tells_the_floor_of_plain_decoding(methods: str, batch: int) -> None:
     few = {"sets": ("example",), "num_prompts": 1, "output_len": 8, "repeats": 1, "engine": {"device": "cpu"}}
     report = run(BenchConfig("tiny-llama", methods=methods, batch=batch, **few))
     floor, told = report.as_dict()["floor"], [note for note in report.notes if "of weights" in note]
-    if (methods, batch) != ("ar,ngram:2", 1):
+    if (methods, batch) != ("ar,suffix:2", 1):
         assert (floor, told) == (None, [])
         return
     rate = report.row("ar", "mean")["decode_tokens_per_second"]

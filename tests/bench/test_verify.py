@@ -135,9 +135,9 @@ def test_a_model_writes_the_same_in_every_way(
 def test_what_cannot_be_compared_is_said(tmp_path: Path, llama: Path) -> None:
     """N-gram look-up prepares nothing; a request of one token drafts nothing."""
     report = verified(tmp_path, str(llama), *PLAIN, "--max-tokens", "1")
-    assert report["not_compared"]["ssd"] == "draft ngram prepares nothing: name a draft model or an EAGLE head"
+    assert report["not_compared"]["ssd"] == "draft suffix prepares nothing: name a draft model or an EAGLE head"
     assert report["not_compared"]["sd, one at a time"] == "nothing was drafted"
-    assert "not compared: ssd: draft ngram" in report["output"]
+    assert "not compared: ssd: draft suffix" in report["output"]
 
 
 def test_a_token_that_a_preemption_changes_is_found(

@@ -126,14 +126,14 @@ def test_generate_prints_the_text_and_nothing_else(
 @pytest.mark.slow
 def test_verbose_logs_what_the_engine_does_on_stderr(path: str) -> None:
     """Catches a log in the text, and one without device, dtype, kernels, memory, KV blocks or drafter."""
-    done = ssd("-v", "generate", path, "hello", "-m", "4", "--ignore-eos", "--device", "cpu", "--draft", "ngram")
+    done = ssd("-v", "generate", path, "hello", "-m", "4", "--ignore-eos", "--device", "cpu", "--draft", "suffix")
     assert done.returncode == 0, done.stderr
     lines = [line.removeprefix("INFO ") for line in done.stderr.splitlines() if line.startswith("INFO ")]
     wanted = (
         ["reading the weights of"],
         ["MiB of weights in float32 on cpu", "kernels, loaded in"],
         ["KV: num_kv_blocks="],
-        ["mode=sd, draft=ngram"],
+        ["mode=sd, draft=suffix"],
     )
     for line, words in zip(lines, wanted, strict=True):
         assert all(word in line for word in words)
@@ -240,13 +240,13 @@ def test_speculation_changes_the_speed_and_nothing_else() -> None:
     ("flags", "code", "message"),
     [
         (("--mode", "turbo"), 1, "must be one of ar, sd, ssd, auto"),
-        (("--mode", "ngram"), 1, "mode='sd' with draft='ngram'"),
+        (("--mode", "suffix"), 1, "mode='sd' with draft='suffix'"),
         (("--mode", "eagle3"), 1, "an EAGLE-3 head is a draft"),
         (("--draft", "tiny-llama-eagel"), 1, "did you mean tiny-llama-eagle?"),
         (("--mode", "ssd"), 1, "needs a draft"),
         (("--draft", "tiny-llama-draft", "--draft-quantization", "int3"), 2, "'int4'"),
         (("--draft", "tiny-llama-draft", "--budget", "8"), 1, 'use mode="ssd"'),
-        (("--draft", "ngram", "--budget", "8"), 1, "leave it out"),
+        (("--draft", "suffix", "--budget", "8"), 1, "leave it out"),
     ],
 )
 def test_wrong_flags_are_explained(flags: tuple[str, ...], code: int, message: str) -> None:

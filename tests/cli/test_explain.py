@@ -266,7 +266,7 @@ def test_it_explains_and_draws(tmp_path: Path, name: str) -> None:
         (("--out", "paths.png"), "name it paths.svg"),
         (("--out", "no/such/place/paths.svg"), "no directory no/such/place"),
         (("tiny-llama-draft",), "--draft"),
-        (("--draft", "ngram"), "nothing to prepare"),
+        (("--draft", "suffix"), "nothing to prepare"),
         (("--k", "none"), "k='none'"),
         (("--fan-out", "99"), "fan_out=99"),
         (("--max-tokens", "0"), "max_new_tokens=0"),

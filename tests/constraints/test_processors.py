@@ -46,13 +46,13 @@ def texts(llm: LLM) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("mode", "run_ahead"),
-    mostly_slow(itertools.product(("ngram", "sd", "ssd"), (False, True)), fast={("sd", False), ("ssd", True)}),
+    mostly_slow(itertools.product(("suffix", "sd", "ssd"), (False, True)), fast={("sd", False), ("ssd", True)}),
 )
 def test_a_logits_processor_writes_the_same_text_in_every_mode(
     path: str, plain: LLM, mode: str, run_ahead: bool
 ) -> None:
     """Catches rows that are processed with other tokens than those before them, and rounds that come too early."""
-    options: dict[str, Any] = {"mode": "sd", "draft": "ngram"} if mode == "ngram" else {"mode": mode, "draft": path}
+    options: dict[str, Any] = {"mode": "sd", "draft": "suffix"} if mode == "suffix" else {"mode": mode, "draft": path}
     expected = texts(plain)
     for text in expected:
         assert all(later > earlier or earlier > 250 for earlier, later in itertools.pairwise(text))

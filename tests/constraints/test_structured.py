@@ -148,7 +148,7 @@ SPECULATIONS: dict[str, dict[str, Any]] = {
     "sd-1": sd(k=1),
     "sd-4": sd(k=4),
     "ssd-2": ssd(k=2, backup="jit"),
-    "ngram": {"mode": "sd", "draft": "ngram", "k": 4},
+    "suffix": {"mode": "sd", "draft": "suffix", "k": 4},
 }
 
 

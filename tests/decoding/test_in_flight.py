@@ -220,7 +220,8 @@ SPECULATIONS: dict[str, dict[str, Any] | None] = {
     "ar": None,
     "sd": {"mode": "sd", "draft": "noisy", "k": 3},
     "sd-auto": {"mode": "sd", "draft": "noisy", "k": "auto"},
-    "ngram": {"mode": "sd", "draft": "ngram", "k": 4},
+    "suffix": {"mode": "sd", "draft": "suffix", "k": 4},
+    "both": {"mode": "sd", "draft": "noisy", "k": 3, "suffix": True, "suffix_cache_tokens": 200},
     "jit": ssd(k=3, backup="jit", budget=6),
     "fast": ssd(k=3, backup="fast", budget=6),
     "auto": ssd(k=4, backup="auto", budget=8),
@@ -228,7 +229,7 @@ SPECULATIONS: dict[str, dict[str, Any] | None] = {
 }
 
 
-@pytest.mark.parametrize("speculation", mostly_slow(SPECULATIONS, fast={"ar", "sd", "fast", "ssd-auto"}))
+@pytest.mark.parametrize("speculation", mostly_slow(SPECULATIONS, fast={"ar", "sd", "both", "fast", "ssd-auto"}))
 def test_everything_at_once(models: Models, alone: Alone, speculation: str) -> None:
     """Catches any difference to plain decoding that commits every round at once."""
     check_life(models, alone, SPECULATIONS[speculation], seeds=[0])
@@ -259,7 +260,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_everything_for_long(models: Models, alone: Alone, speculation: str, options: str) -> None:
     """The same with every draft, with more and less memory, and with depths that change from round to round."""
     chosen, memory = SPECULATIONS[speculation], OPTIONS[options]
-    if chosen is None or chosen["draft"] == "ngram":
+    if chosen is None or chosen["draft"] == "suffix":
         check_life(models, alone, chosen, seeds=[1, 2, 3], count=20, **memory)
         return
     for seed, draft in enumerate(models.drafts, start=1):
@@ -271,12 +272,13 @@ def test_everything_for_long(models: Models, alone: Alone, speculation: str, opt
     "speculation",
     [
         pytest.param({"mode": "sd", "draft": "self", "k": 3}, marks=pytest.mark.slow),
+        {"mode": "sd", "draft": "self", "k": 3, "suffix": True},
         ssd("self", k=3, backup="jit", budget=6),
         pytest.param(ssd("self", k=3, backup="fast", budget=6, fan_out="geometric"), marks=pytest.mark.slow),
         pytest.param({"mode": "sd", "draft": "self", "k": "auto"}, marks=pytest.mark.slow),
         pytest.param(ssd("self", k="auto"), marks=pytest.mark.slow),
     ],
-    ids=["sd", "jit", "fast", "sd-auto", "ssd-auto"],
+    ids=["sd", "both", "jit", "fast", "sd-auto", "ssd-auto"],
 )
 @pytest.mark.parametrize("run_ahead", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_what_the_target_drafts_for_itself_stands(models: Models, speculation: dict[str, Any], run_ahead: bool) -> None:

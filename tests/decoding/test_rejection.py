@@ -42,10 +42,10 @@ from ssd.decoding.rejection import RejectionTarget
 from ssd.decoding.round import Round
 from ssd.drafting.fan_out import Adaptive, FanOut, Geometric
 from ssd.drafting.model import DraftModel, ModelDrafter
-from ssd.drafting.ngram import NgramDrafter
 from ssd.drafting.runner import DraftRunner
 from ssd.drafting.shapes import RunShapes
 from ssd.drafting.ssd import SSDDrafter
+from ssd.drafting.suffix import SuffixDrafter
 from ssd.engine.engine import Engine
 from ssd.engine.scheduler import Scheduler
 from ssd.execution.state import SequenceState
@@ -498,7 +498,7 @@ class Trial:
 
     def drafter(self, state: SequenceState) -> Drafter:
         if self.c is None:
-            return NgramDrafter(self.k)
+            return SuffixDrafter(self.k)
         shapes = RunShapes(self.k, max_sequences=MOST_RUNNING, max_rows=8 * MOST_RUNNING, widths=(8,))
         model_runner = make_runner(self.draft, state, scratch_slots=shapes.scratch_slots)
         runner = DraftRunner(model_runner, shapes, rejection=True, saguaro_c=self.c)

@@ -155,9 +155,9 @@ WHOLE_TABLE = list(itertools.product(KS, BATCHES))
 
 
 @pytest.mark.parametrize(("k", "batch"), mostly_slow(WHOLE_TABLE, fast={(12, 5)}))
-@pytest.mark.parametrize("draft", mostly_slow(["target", "stranger", "ngram", "liar"], fast={"stranger", "liar"}))
+@pytest.mark.parametrize("draft", mostly_slow(["target", "stranger", "suffix", "liar"], fast={"stranger", "liar"}))
 def test_same_answers(target: str, stranger: str, alone: Answers, draft: str, k: int, batch: int) -> None:
-    name = {"target": target, "stranger": stranger}.get(draft, "ngram")
+    name = {"target": target, "stranger": stranger}.get(draft, "suffix")
     options: dict[str, Any] = {"num_kv_blocks": 18, "block_size": 8, "max_model_len": 120} if batch == 16 else {}
     with LLM(
         target, device="cpu", max_num_seqs=batch, speculation={"mode": "sd", "draft": name, "k": k}, **options
@@ -391,7 +391,7 @@ def test_no_token_beyond_the_drafts_vocabulary_enters_its_embedding(
 def test_rejection_keeps_greedy_text_and_finishes(target: str, stranger: str, alone: Answers) -> None:
     sd, inline = {"mode": "sd"}, {"mode": "ssd", "placement": "inline"}
     process: dict[str, Any] = {"mode": "ssd", "placement": "process", "saguaro_c": 0.25}
-    hows: list[tuple[str, dict[str, Any]]] = [(stranger, sd), ("ngram", sd), (stranger, process)]
+    hows: list[tuple[str, dict[str, Any]]] = [(stranger, sd), ("suffix", sd), (stranger, process)]
     hows += [(target, inline | {"backup": "fast"})]
     for draft, how in hows:
         speculation = {"draft": draft, "k": 3, "acceptance": "rejection", **how}
@@ -506,7 +506,7 @@ def test_the_bundled_pairs(family: str, k: int, batch: int, mode: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("k", KS)
-@pytest.mark.parametrize("draft", ["tiny-llama-draft", "tiny-llama", "ngram"])
+@pytest.mark.parametrize("draft", ["tiny-llama-draft", "tiny-llama", "suffix"])
 def test_the_bundled_pair_over_the_whole_table(draft: str, k: int, batch: int) -> None:
     compare_bundled("llama", draft, k, batch, count=32, new_tokens=48)
 
@@ -711,7 +711,7 @@ class Broken(Drafter):
 @pytest.mark.parametrize("run_ahead", mostly_slow([False, True], fast={True}))
 @pytest.mark.parametrize("where", mostly_slow([*CALLS, "forget", "count"], fast={"propose", "observe", "forget"}))
 def test_a_drafter_that_raises_costs_no_request(target: str, alone: Answers, where: str, run_ahead: bool) -> None:
-    with LLM(target, device="cpu", max_num_seqs=5, speculation={"mode": "sd", "draft": "ngram"}) as llm:
+    with LLM(target, device="cpu", max_num_seqs=5, speculation={"mode": "sd", "draft": "suffix"}) as llm:
         llm.engine.round.use(Broken(where))
         llm.engine.round.run_ahead = run_ahead
         outputs = llm.generate(PROMPTS[:24], PARAMS[:24])
@@ -876,7 +876,7 @@ def test_a_request_may_do_without(target: str) -> None:
         ({"mode": "ar", "k": 3}, "leave the other options out"),
         ({"mode": "turbo"}, "ar, sd, ssd, auto"),
         ({"mode": "auto"}, 'mode="auto" needs a draft'),
-        ({"mode": "auto", "draft": "ngram", "budget": 8}, "draft='ngram' has no option budget: leave it out$"),
+        ({"mode": "auto", "draft": "suffix", "budget": 8}, "draft='suffix' has no option budget: leave it out$"),
         ({"mode": "sd", "draft": "tiny-llama-draft", "draft_threads": 2}, "no option draft_threads.*ssd"),
         (
             {"mode": "auto", "draft": "tiny-llama-draft", "placement": "inline", "draft_threads": 1},
@@ -886,17 +886,17 @@ def test_a_request_may_do_without(target: str) -> None:
             {"mode": "ssd", "draft": "tiny-llama-draft", "placement": "process", "draft_threads": 9999},
             "draft_threads=9999 leaves none of the .* cores to the target: lower it",
         ),
-        ({"mode": "sd", "draft": "ngram", "k": 0}, "from 1 to 64"),
-        ({"mode": "sd", "draft": "ngram", "k": True}, "from 1 to 64"),
+        ({"mode": "sd", "draft": "suffix", "k": 0}, "from 1 to 64"),
+        ({"mode": "sd", "draft": "suffix", "k": True}, "from 1 to 64"),
         ({"mode": "sd", "draft": "", "k": 2}, "must be a model"),
-        ({"mode": "sd", "draft": "ngram", "acceptance": "argmax"}, "coupled, rejection"),
-        ({"mode": "sd", "draught": "ngram"}, "did you mean 'draft'"),
+        ({"mode": "sd", "draft": "suffix", "acceptance": "argmax"}, "coupled, rejection"),
+        ({"mode": "sd", "draught": "suffix"}, "did you mean 'draft'"),
         ({"mode": "ssd"}, "needs a draft"),
-        ({"mode": "ssd", "draft": "ngram"}, "nothing to prepare"),
+        ({"mode": "ssd", "draft": "suffix"}, "nothing to prepare"),
         ({"mode": "ar", "k": 3}, 'use mode="sd" with a draft'),
         ({"mode": "ar", "budget": 8}, 'use mode="ssd" with a draft'),
         ({"mode": "sd", "draft": "tiny-llama-draft", "backup": "fast"}, 'no option backup.*"ssd"'),
-        ({"mode": "sd", "draft": "ngram", "backup": "fast"}, "no option backup: leave it out$"),
+        ({"mode": "sd", "draft": "suffix", "backup": "fast"}, "no option backup: leave it out$"),
         ({"mode": "ssd", "draft": "tiny-llama-draft", "k": "most"}, "or 'auto'"),
         ({"mode": "ssd", "draft": "tiny-llama-draft", "fan_out": 0}, "adaptive"),
         ({"mode": "ssd", "draft": "tiny-llama-draft", "fan_out": "wide"}, "adaptive"),
@@ -910,7 +910,7 @@ def test_a_request_may_do_without(target: str) -> None:
             "='int3': must be one of none, fp8, int8",
         ),
         ({"mode": "sd", "draft": "tiny-llama-draft", "draft_quantization": 8}, "draft_quantization=8: must be one of"),
-        ({"mode": "sd", "draft": "ngram", "draft_quantization": "int8"}, "draft_quantization is for draft models"),
+        ({"mode": "sd", "draft": "suffix", "draft_quantization": "int8"}, "draft_quantization is for draft models"),
         ({"mode": "ar", "draft_quantization": "int8"}, 'use mode="sd" with a draft'),
         (
             {"mode": "ssd", "draft": "tiny-llama-draft", "draft_replicas": 5},
@@ -941,5 +941,5 @@ def test_a_missing_draft_is_called_the_draft(draft: str) -> None:
 
 
 def test_a_draft_of_another_tokenizer_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"another tokenizer.*ngram"):
+    with pytest.raises(ConfigError, match=r"another tokenizer.*suffix"):
         LLM("tiny-llama", device="cpu", speculation={"mode": "sd", "draft": "tiny-qwen3-draft"})

@@ -151,8 +151,8 @@ def test_a_drafter_of_the_engines_interface_is_taken_as_it_is(path: str, alone: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"draft": 7}, "must be a model, 'ngram', or an object with a method propose"),
-        ({"draft": Script}, "must be a model, 'ngram', or an object with a method propose"),
+        ({"draft": 7}, "must be a model, 'suffix', or an object with a method propose"),
+        ({"draft": Script}, "must be a model, 'suffix', or an object with a method propose"),
         ({"draft": WrongCount(), "mode": "ssd"}, "nothing to prepare"),
         ({"draft": WrongCount(), "draft_quantization": "int8"}, "draft_quantization is for draft models"),
     ],

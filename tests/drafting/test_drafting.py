@@ -21,7 +21,6 @@ from ssd.decoding.drafter import Drafter, PerRound, never
 from ssd.drafting.estimate import Average
 from ssd.drafting.fan_out import RANKS, Adaptive, FanOut, Geometric, Listed, OutcomeStatistics, Share
 from ssd.drafting.model import DraftModel, ModelDrafter
-from ssd.drafting.ngram import NgramDrafter
 from ssd.drafting.runner import DraftRunner
 from ssd.drafting.ssd import BackupPolicy, SSDDrafter
 from ssd.execution.runner import ModelRunner
@@ -689,39 +688,3 @@ def test_adaptive_takes_the_likeliest_outcomes() -> None:
             chances[after, rank] = reached * last
     best = sorted(chances, key=lambda outcome: -chances[outcome])[:12]
     assert [chances[outcome] for outcome in outcomes] == pytest.approx([chances[outcome] for outcome in best], rel=1e-5)
-
-
-# --- look-up ----------------------------------------------------------------------------------------------------------
-
-
-def looked_up(drafter: NgramDrafter, tokens: Seq[int], lookahead: int = 4) -> tuple[int, ...]:
-    [proposal] = drafter.propose([Work(make_sequence(tokens), 1, len(tokens) - 1, lookahead=lookahead)])
-    assert proposal.origin is (Origin.NGRAM if proposal.token_ids else Origin.NONE)
-    return proposal.token_ids
-
-
-@pytest.mark.parametrize(
-    ("tokens", "draft"),
-    [
-        ([1, 2, 3, 4, 5, 6, 1, 2], (3, 4, 5, 6)),
-        ([1, 2, 9, 1, 2, 8, 1, 2], (8, 1, 2, 8)),  # the last time; and on with what is being copied
-        ([7, 1, 2, 3, 9, 8, 2, 3, 5, 0, 1, 2, 3], (9, 8, 2, 3)),  # the longest match is worth more than the last one
-        ([5, 5, 5], (5, 5, 5, 5)),
-        ([1, 2, 3, 4], ()),
-        ([1, 2, 1], ()),  # one token is no match
-        ([1], ()),
-    ],
-)
-def test_look_up(tokens: list[int], draft: tuple[int, ...]) -> None:
-    assert looked_up(NgramDrafter(4), tokens) == draft
-    assert looked_up(NgramDrafter(4), tokens, 0) == ()
-
-
-@given(st.lists(st.integers(0, 3), min_size=2, max_size=40), st.integers(1, 39))
-def test_looking_up_round_by_round_finds_the_same(tokens: list[int], cut: int) -> None:
-    """Catches an index that misses what came with later rounds."""
-    drafter = NgramDrafter(4)
-    looked_up(drafter, tokens[: min(cut, len(tokens) - 1)])
-    assert looked_up(drafter, tokens) == looked_up(NgramDrafter(4), tokens)
-    drafter.forget(make_sequence([]))
-    assert looked_up(drafter, tokens) == looked_up(NgramDrafter(4), tokens)

@@ -42,7 +42,7 @@ from ssd.cli.trace import record
 from ssd.core import MODEL_WRITTEN, Origin, Outcome, Proposal, RequestOutput, Work
 from ssd.drafting import table
 from ssd.drafting.late import LateBindingDrafter
-from ssd.drafting.table import DraftTables
+from ssd.drafting.table import DraftAnswers, DraftTables
 from ssd.drafting.wire import Draft, Entry, Kind, PreparedDrafts, decode_round, encode_prepared
 from ssd.engine.engine import Engine
 from ssd.execution.state import SequenceState
@@ -231,10 +231,11 @@ def test_tables_are_of_one_round_and_sequence() -> None:
     state.token_ids[1, 2] = 8
     tables.look_up([1], [12], 0.0)
     assert (tables.found([1])[0][0], state.drafts[1].tolist()) == (Origin.SIBLING, [30, 31])
-    tables.answer(1, 13, [20])
-    tables.await_answers(14, 0.0)
+    answers = DraftAnswers(state)
+    answers.answer(1, 13, [20])
+    answers.wait([1], 14, 0.0, Origin.JIT)
     assert state.drafts[1].tolist() == [30, 31]
-    tables.await_answers(13, 0.0)
+    answers.wait([1], 13, 0.0, Origin.JIT)
     assert (state.drafts[1].tolist(), int(state.origin[1])) == ([20, 0], Origin.JIT)
 
 
@@ -325,7 +326,7 @@ def test_the_device_does_not_wait_for_a_host_that_waits_for_it(
     """Catches rounds with masks of the host that last until the device gives up: the host waits for the drafts before
     it could answer."""
     waits: list[int] = []
-    monkeypatch.setattr(played.drafter.tables, "await_answers", lambda round_, seconds: waits.append(round_))
+    monkeypatch.setattr(played.drafter.answers, "wait", lambda slots, round_, *_: waits.append(round_))
     played.work.sequence.constraint = SimpleNamespace() if masked else None  # type: ignore[assignment]
     played.drafter.propose([played.work])
     played.drafter.settle([played.work])

@@ -140,7 +140,7 @@ HEAD = "tiny-llama-eagle"
 VARIANTS: dict[str, dict[str, Any]] = {
     "sd": {"speculation": SD},
     "ssd": {"speculation": SSD},
-    "ngram": {"speculation": {"mode": "sd", "draft": "ngram", "k": 4}},
+    "suffix": {"speculation": {"mode": "sd", "draft": "suffix", "k": 4}},
     "sd, head": {"speculation": SD | {"draft": HEAD}},
     "ssd, head": {"speculation": SSD | {"draft": HEAD}},
     "ssd, process": {"speculation": SSD | {"placement": "process"}},

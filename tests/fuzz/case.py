@@ -102,8 +102,8 @@ class Case:
         speculation = self.speculation
         if not speculation:
             return "ar"
-        detail = "ngram" if speculation["draft"] == "ngram" else speculation.get("placement", "draft")
-        return f"{speculation['mode']} {detail}"
+        detail = "suffix" if speculation["draft"] == "suffix" else speculation.get("placement", "draft")
+        return f"{speculation['mode']} {detail}{' + suffix' if 'suffix' in speculation else ''}"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -126,7 +126,7 @@ def random_case(seed: int, *, processes: bool = True) -> Case:
     plain = [kind for kind in KINDS if kind not in (*WINDOWED, *WITH_EXPERTS)]
     model = _of_another_kind(dice.choice([*plain, *plain, *BUNDLED]), seed)
     speculation = _with_replicas(_with_head(_speculation(dice, model, processes), model, seed), seed)
-    speculation = _with_auto(speculation, seed, processes)
+    speculation = _with_suffix(_with_auto(speculation, seed, processes), seed)
     calls = [_call(dice, asked) for asked in random_requests(dice.randint(1, 10), dice.randrange(1 << 30))]
     calls = [_with_dead_end(_with_order_and_form(call, model), model) for call in calls]
     if speculation.get("acceptance") == "rejection":  # at T > 0 the text is another sample
@@ -184,7 +184,7 @@ def _speculation(dice: random.Random, model: str, processes: bool) -> dict[str, 
     k: int | str = dice.choice([1, 2, 3, 4, 7, "auto"])
     rule = dice.choice([{}, {}, {}, {}, {"acceptance": "rejection"}])
     if mode == "sd":
-        return {"mode": "sd", "draft": dice.choice([draft, draft, "ngram"]), "k": k, **rule}
+        return {"mode": "sd", "draft": dice.choice([draft, draft, "suffix"]), "k": k, **rule}
     placement = "process" if processes and dice.random() < 0.05 else "inline"
     fan_out: dict[str, Any] = {"fan_out": dice.choice(["adaptive", "geometric", 1, 3])}
     if k != "auto" and dice.random() < 0.3:
@@ -206,7 +206,7 @@ def _speculation(dice: random.Random, model: str, processes: bool) -> dict[str, 
 def _with_head(speculation: dict[str, Any], model: str, seed: int) -> dict[str, Any]:
     """Perhaps with an EAGLE head or a block draft in place of the draft model. A seed gives the same case as before
     these were known."""
-    if speculation.get("draft", "ngram") == "ngram" or model == "mistral-windows":  # which keeps no KV for a head
+    if speculation.get("draft", "suffix") == "suffix" or model == "mistral-windows":  # which keeps no KV for a head
         return speculation
     if random.Random(f"head {seed}").random() < 0.7:
         return speculation
@@ -230,6 +230,17 @@ def _with_auto(speculation: dict[str, Any], seed: int, processes: bool) -> dict[
         return speculation
     inline = {"placement": "inline"} if not processes and speculation["draft"] in DRAFTS else {}
     return inline | speculation | {"mode": "auto"}
+
+
+def _with_suffix(speculation: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Perhaps with suffix look-up beside the draft, and with earlier answers. A seed gives the same case, those aside,
+    as before they were known."""
+    own = random.Random(f"suffix {seed}")
+    beside = speculation.get("mode") == "sd" and speculation["draft"] != "suffix" and own.random() < 0.5
+    if not beside and speculation.get("draft") != "suffix":
+        return speculation
+    cached = own.choice([0, 0, 20, 1000])
+    return speculation | ({"suffix": True} if beside else {}) | ({"suffix_cache_tokens": cached} if cached else {})
 
 
 def _call(dice: random.Random, asked: Asked) -> Call:

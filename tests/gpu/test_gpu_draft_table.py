@@ -73,11 +73,11 @@ def test_a_wait_ends_with_the_answer_or_at_its_limit(answered: bool) -> None:
     from ssd.kernels.triton import draft_table
 
     state = StateView(**{name: tensor.cuda() for name, tensor in random_state(0).items()})
-    wanted = torch.tensor([[2, 3], [0, 0]], dtype=torch.int32).pin_memory()
+    slots = torch.tensor([2, 3], dtype=torch.int32, device="cuda")
     answers = torch.full((SLOTS, 2 + 2 * K), -1, dtype=torch.int32).pin_memory()
     state.origin[3] = int(Origin.HIT)
     limits = {"round_": 5, "limit": 1_000_000_000, "hit": int(Origin.HIT), "written": int(Origin.JIT)}
-    draft_table.await_answers(state, wanted, answers, **(limits | {"limit": 1}))  # compiles it
+    draft_table.await_answers(state, slots, answers, **(limits | {"limit": 1}))  # compiles it
     torch.cuda.synchronize()
 
     def answer() -> None:
@@ -88,7 +88,7 @@ def test_a_wait_ends_with_the_answer_or_at_its_limit(answered: bool) -> None:
 
     thread = threading.Thread(target=answer)
     began = time.perf_counter()
-    draft_table.await_answers(state, wanted, answers, **limits)
+    draft_table.await_answers(state, slots, answers, **limits)
     if answered:
         thread.start()
     torch.cuda.synchronize()

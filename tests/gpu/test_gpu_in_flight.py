@@ -32,7 +32,9 @@ SPECULATIONS: dict[str, dict[str, Any] | None] = {
     "ar": None,
     "sd": {"mode": "sd", "draft": "noisy", "k": 3},
     "sd-auto": {"mode": "sd", "draft": "noisy", "k": "auto"},
-    "ngram": {"mode": "sd", "draft": "ngram", "k": 4},
+    "suffix": {"mode": "sd", "draft": "suffix", "k": 4},
+    "both": {"mode": "sd", "draft": "noisy", "k": 3, "suffix": True, "suffix_cache_tokens": 500},
+    "head-both": {"mode": "sd", "draft": "head", "k": 3, "suffix": True},
     "jit": {"mode": "ssd", "draft": "noisy", "k": 3, "backup": "jit", "budget": 6},
     "fast": {"mode": "ssd", "draft": "noisy", "k": 6, "backup": "fast", "budget": 12},
     "inline": {"mode": "ssd", "draft": "noisy", "k": 3, "backup": "jit", "budget": 6, "placement": "inline"},
@@ -77,7 +79,7 @@ def test_everything_at_once(models: Models, alone: list[list[RequestOutput]], sp
     chosen = SPECULATIONS[speculation]
     depths = (0, 1, 2, 3) if chosen is not None and chosen["k"] != "auto" else ()  # so many tokens may be drafted
     with engine_with(models, chosen) as llm:
-        assert llm.engine.round.synchronous == (speculation == "ngram")
+        assert not llm.engine.round.synchronous
         for seed, expected in zip(SEEDS, alone, strict=True):
             requests = random_requests(COUNT, seed)
             outputs = llm.driver.call(

@@ -195,14 +195,14 @@ def engine_options(*flags: str) -> Given:
 @pytest.mark.parametrize(
     ("flags", "wanted"),
     [
-        ("--draft ngram", {"mode": "sd", "draft": "ngram"}),
+        ("--draft suffix", {"mode": "sd", "draft": "suffix"}),
         ("--draft 7 --mode ssd --k 3", {"mode": "ssd", "draft": "7", "k": 3}),
         ("--draft d --mode ssd --k auto --fan-out 2", {"mode": "ssd", "draft": "d", "k": "auto", "fan_out": 2}),
         (
             "--draft d --mode ssd --k 1 --fan-out-hit 1,2 --fan-out-miss 2,0",
             {"mode": "ssd", "draft": "d", "k": 1, "fan_out_hit": (1, 2), "fan_out_miss": (2, 0)},
         ),
-        ('--speculation {"mode":"sd","draft":"ngram"}', {"mode": "sd", "draft": "ngram"}),
+        ('--speculation {"mode":"sd","draft":"suffix"}', {"mode": "sd", "draft": "suffix"}),
     ],
 )
 def test_flags_are_options_of_the_configuration(flags: str, wanted: Given) -> None:
@@ -212,7 +212,7 @@ def test_flags_are_options_of_the_configuration(flags: str, wanted: Given) -> No
 
 
 def test_speculation_is_read_from_a_file(tmp_path: Path) -> None:
-    file, wanted = tmp_path / "speculation.json", {"mode": "sd", "draft": "ngram", "k": 5}
+    file, wanted = tmp_path / "speculation.json", {"mode": "sd", "draft": "suffix", "k": 5}
     file.write_text(json.dumps(wanted))
     assert engine_options("--speculation", f"@{file}") == {"speculation": wanted}
 

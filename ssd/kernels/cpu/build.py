@@ -76,7 +76,8 @@ def _key(compiler: list[str], variant: Variant) -> str:
     binary = Path(compiler[0]).resolve()
     found = binary.stat()
     flags = (*FLAGS, *variant.flags)
-    identity = [*compiler, str(binary), str(found.st_size), str(found.st_mtime_ns), *flags, platform.machine()]
+    machine = (str(found.st_size), str(found.st_mtime_ns), *flags, platform.machine())
+    identity = [*compiler, str(binary), *machine, variant.source]
     sources = (file.read_bytes() for file in sorted(SOURCE.parent.rglob("*.[ch]")))
     return hashlib.sha256(b"".join(sources) + "\0".join(identity).encode()).hexdigest()[:20]
 
@@ -84,11 +85,12 @@ def _key(compiler: list[str], variant: Variant) -> str:
 def _compile(compiler: list[str], variant: Variant) -> bytes:
     """Says so before: a warning, which Python shows by default, since the process seems to hang meanwhile."""
     logging.getLogger("ssd.loading").warning(
-        "compiling CPU kernels (%s), once for this machine: takes about half a minute", variant.name
+        "compiling CPU kernels (%s), once for this machine: takes up to half a minute", variant.name
     )
     with tempfile.TemporaryDirectory() as scratch:
         library = Path(scratch) / "cpu.so"
-        _run([*compiler, *FLAGS, *variant.flags, "-shared", str(SOURCE), "-o", str(library), "-lm", "-lpthread"])
+        source = str(SOURCE.with_name(variant.source))
+        _run([*compiler, *FLAGS, *variant.flags, "-shared", source, "-o", str(library), "-lm", "-lpthread"])
         return library.read_bytes()
 
 

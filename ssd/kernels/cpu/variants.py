@@ -21,6 +21,7 @@ class Variant(NamedTuple):
     name: str
     needs: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()  # of GCC and Clang, beside `FLAGS`
+    source: str = "ssd.c"  # in `csrc`
 
     @property
     def library(self) -> str:
@@ -45,6 +46,7 @@ VARIANTS: Final[dict[str, tuple[Variant, ...]]] = {  # by machine, the fastest f
 }
 
 PLAIN: Final = Variant("plain")  # of other machines
+SUFFIX: Final = Variant("suffix", source="suffix.c")  # suffix trees, for all processors: also beside a GPU
 
 
 def usable() -> list[Variant]:

@@ -1,4 +1,4 @@
-"""Look-up of drafts that another process has prepared, when the device executes it rather than when it is launched.
+"""Look-up of drafts that the host has, or another process, when the device executes it rather than when it is launched.
 
 The tables are in pinned host memory (`ssd.drafting.table`), which the host writes while the device computes. So they
 are read with volatile loads, and a row is used if its first word is the round that is expected.
@@ -127,7 +127,7 @@ def look_up(
 
 @triton.jit(do_not_specialize=["round_", "limit", "hit", "written"])
 def _await_kernel(
-    wanted_ptr,
+    slots_ptr,
     answers_ptr,
     drafts_ptr,
     confidence_ptr,
@@ -139,7 +139,7 @@ def _await_kernel(
     DRAFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    slot = tl.load(wanted_ptr + tl.program_id(0), volatile=True).to(tl.int64)
+    slot = tl.load(slots_ptr + tl.program_id(0)).to(tl.int64)
     if tl.load(origin_ptr + slot) == hit:
         return
     answer = slot * (2 + 2 * DRAFT)
@@ -153,7 +153,7 @@ def _await_kernel(
 
 def await_answers(
     state: StateView,
-    wanted: torch.Tensor,
+    slots: torch.Tensor,
     answers: torch.Tensor,
     *,
     round_: int,
@@ -161,14 +161,14 @@ def await_answers(
     hit: int,
     written: int,
 ) -> None:
-    """Waits, for every sequence whose look-up was no hit, until the host has answered with a draft or without one.
+    """Waits, for those of `slots` whose draft is no hit, until the host has answered with a draft or without one.
 
     `answers` [slots, 2 + 2 K], pinned: the round, the number of tokens, the tokens and their confidence. `limit`: the
     longest wait, in ns by the device's clock, so that a host that does not answer costs time only.
     """
     draft = state.drafts.shape[1]
-    _await_kernel[(wanted.shape[1],)](
-        *(wanted, answers, state.drafts, state.confidence, state.origin, round_, limit, hit, written),
+    _await_kernel[(len(slots),)](
+        *(slots, answers, state.drafts, state.confidence, state.origin, round_, limit, hit, written),
         DRAFT=draft,
         BLOCK=triton.next_power_of_2(draft),
     )

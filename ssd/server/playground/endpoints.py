@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field
 
-from ssd.config import NGRAM
+from ssd.config import SUFFIX
 from ssd.core import LOOKED_UP, Origin, Outcome, RequestOutput, SamplingParams, Sequence, Work
 from ssd.decoding.drafter import Prepared
 from ssd.decoding.observer import RoundObserver
@@ -203,7 +203,7 @@ def _round(outcome: Outcome, texts: list[str], prepared: Prepared, tokenizer: To
     return {
         "origin": outcome.origin.name.lower(),
         "looked_up": outcome.origin in LOOKED_UP,
-        "by": NGRAM if outcome.origin is Origin.NGRAM else "draft",
+        "by": SUFFIX if outcome.origin is Origin.SUFFIX else "draft",
         "accepted": accepted,
         "tokens": texts,
         "rejected": [tokenizer.token_text(token) for token in outcome.draft[outcome.num_accepted :]],

@@ -2,7 +2,7 @@
 "use strict";
 
 const MOST_ROUNDS = 300; // older ones are removed
-const SOURCES = { none: "", draft: "drafted", hit: "hit", jit: "miss", sibling: "miss", ngram: "looked up" };
+const SOURCES = { none: "", draft: "drafted", hit: "hit", jit: "miss", sibling: "miss", suffix: "looked up" };
 
 function element(tag, className, text) {
   const made = document.createElement(tag);
