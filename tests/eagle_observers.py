@@ -12,7 +12,7 @@ from eagle_heads import Head
 from ssd.core import Origin, Outcome, Sequence, Work
 from ssd.decoding.drafter import Prepared
 from ssd.decoding.observer import RoundObserver
-from ssd.drafting.eagle import CARRIED
+from ssd.drafting.head import CARRIED
 
 FEW = (3, 17, 60, 101, 222)  # tokens that requests are limited to, so that drafts of a random head are accepted, too
 

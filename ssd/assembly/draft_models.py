@@ -10,7 +10,7 @@ from ssd.assembly.models import load_decoder
 from ssd.assembly.open import open_checkpoint, open_feature_draft
 from ssd.assembly.placement import prepares_here
 from ssd.config import NGRAM, EngineConfig, SpeculationConfig
-from ssd.drafting.eagle import private_blocks
+from ssd.drafting.head import private_blocks
 from ssd.drafting.shapes import RunShapes, widths_up_to
 from ssd.errors import ConfigError
 from ssd.execution.state import SequenceState

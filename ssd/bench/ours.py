@@ -21,7 +21,7 @@ from ssd.decoding.drafter import Drafter
 from ssd.decoding.observer import RoundObserver
 from ssd.drafting.block import BlockModel
 from ssd.drafting.controller import DepthController
-from ssd.drafting.eagle import EagleModel
+from ssd.drafting.head import HeadModel
 from ssd.drafting.model import DraftSource, ModelDrafter
 from ssd.drafting.ssd import SSDDrafter
 from ssd.engine.driver import Asked, Driver
@@ -230,7 +230,7 @@ def _drafter(llm: LLM, speculation: SpeculationConfig) -> Drafter:
     inner = built.inner if isinstance(built, DepthController) else [built]
     models: list[DraftSource] = [each.model for each in inner if isinstance(each, (SSDDrafter, ModelDrafter))]
     model = models[0] if models else None
-    head, prepares = isinstance(model, EagleModel), not isinstance(model, BlockModel)
+    head, prepares = isinstance(model, HeadModel), not isinstance(model, BlockModel)
     speculation = placed(speculation, resolve_device(llm.config.device), head=head, prepares=prepares)
     if speculation.draft == NGRAM:
         model = None
