@@ -15,6 +15,7 @@ from ssd.errors import ConfigError
 from ssd.options import build, described, is_int, option, plain, validate
 
 NGRAM = "ngram"
+MTP = "mtp"
 K_DEFAULT = 4  # draft tokens per round
 K_MAX = 8  # largest k of k="auto", unless k_max says otherwise
 BUDGETS = (8, 16, 32)  # choices of budget="auto"
@@ -56,14 +57,16 @@ class SpeculationConfig:
         "speed.",
         hints={
             NGRAM: f"n-gram look-up is mode='sd' with draft={NGRAM!r}",
+            MTP: f"the MTP head in the model's checkpoint is a draft: mode='sd' or 'ssd' with draft={MTP!r}",
             **dict.fromkeys(("eagle", "eagle3"), "an EAGLE-3 head is a draft: mode='sd' or 'ssd' with draft=HEAD"),
             "draft_model": "a draft model is named by draft: mode='sd' or 'ssd' with draft=MODEL",
         },
     )
     draft: str | Proposer | None = option(
         None,
-        "A small model with the same tokenizer, an EAGLE-3 head of the model, (not ssd) a block draft of it, DFlash or "
-        "DSpark, or (not ssd) 'ngram': n-gram look-up.",
+        "A small model with the same tokenizer, an EAGLE-3 head or MTP head of the model, 'mtp': the MTP head in the "
+        "model's own checkpoint, (not ssd) a block draft of it, DFlash or DSpark, or (not ssd) 'ngram': n-gram "
+        "look-up.",
         expects=f"a model, {NGRAM!r}, or an object with a method propose(sequences, k)",
     )
     k: int | Literal["auto"] | None = option(

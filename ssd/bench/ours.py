@@ -15,7 +15,7 @@ from ssd.assembly.drafters import drafter_of
 from ssd.assembly.open import open_feature_draft
 from ssd.assembly.placement import placed
 from ssd.bench.answers import Answer, Prompt, RequestSettings
-from ssd.config import NGRAM, SpeculationConfig
+from ssd.config import MTP, NGRAM, SpeculationConfig
 from ssd.core import Outcome, RequestOutput, SamplingParams, Work
 from ssd.decoding.drafter import Drafter
 from ssd.decoding.observer import RoundObserver
@@ -205,7 +205,7 @@ def _in_process(method: Method, device: str) -> bool:
     if method.speculation["mode"] not in ("ssd", "auto") or placement not in ("auto", "process"):
         return False
     draft = method.speculation.get("draft")
-    if placement == "auto" and draft is not None and open_feature_draft(str(draft)) is not None:
+    if placement == "auto" and draft is not None and (draft == MTP or open_feature_draft(str(draft)) is not None):
         return False
     return placement == "process" or device == "cpu" or (device == "auto" and not torch.cuda.is_available())
 

@@ -89,7 +89,7 @@ class EagleHead(Head):
         self.norm = RMSNorm(build, "norm", config.hidden_size, config.rms_eps)
         self.norm_output = config.norm_output
         self.adds = not (config.norm_before_residual or config.norm_output)
-        self.fc = self.projection(build, bias=config.fc_bias)
+        self.fc = self.feature_projection(build, bias=config.fc_bias)
         size, count = config.target_hidden_size, len(config.feature_layers) or 3
         names = ["input_norm"] * config.norm_before_fc + [f"fc_norm.{i}" for i in range(count)] * config.fc_norm
         width = size * count if config.norm_before_fc else size

@@ -20,6 +20,7 @@ from ssd.kernels.ops import DeviceBatch
 from ssd.kernels.weights import Weight
 from ssd.layers.formats import FormatOf, dense
 from ssd.layers.linear import ColumnLinear, Embedding
+from ssd.layers.norm import RMSNorm
 from ssd.layers.parameter import Build, LazyTensor, Parameter
 from ssd.models.checkpoint import Checkpoint, Weights, read_safetensors, stored_in, weight_files
 from ssd.models.config import DecoderConfig
@@ -86,6 +87,7 @@ class Shared(NamedTuple):
 
     embedding: Embedding
     head: Embedding
+    norm: RMSNorm  # the last one
 
 
 class FeatureDraft(Decoder):
@@ -106,7 +108,7 @@ class FeatureDraft(Decoder):
         self.head = Embedding(build, "lm_head", config.draft_vocab_size, width, head=True)
         self._target_ids: torch.Tensor | None = None  # of the tokens in the draft vocabulary
 
-    def projection(self, build: Build, *, bias: bool = False) -> ColumnLinear:
+    def feature_projection(self, build: Build, *, bias: bool = False) -> ColumnLinear:
         """Makes features as wide as the draft."""
         config = self.feature_config
         inputs = (len(config.feature_layers) or 3) * config.target_hidden_size
