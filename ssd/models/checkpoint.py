@@ -127,7 +127,7 @@ class HFCheckpoint:
     stop_token_ids: tuple[int, ...]
     note: str = ""
     formats: FormatOf = dense
-    num_heads: int = 0  # MTP heads: layers in its files beyond those of the model
+    mtp_heads: int = 0  # layers in its files beyond those of the model
 
     @classmethod
     def open(cls, path: Path) -> HFCheckpoint:
@@ -147,7 +147,7 @@ class HFCheckpoint:
         graft = raw.get("ssd_graft")
         note = graft_note(graft.get("base"), graft.get("shape"), graft.get("quantization")) if graft else ""
         heads = int(raw.get("num_nextn_predict_layers") or 0)
-        return cls(path=path, config=config, stop_token_ids=stops, note=note, formats=formats, num_heads=heads)
+        return cls(path=path, config=config, stop_token_ids=stops, note=note, formats=formats, mtp_heads=heads)
 
     @property
     def sources(self) -> Sources:
@@ -168,7 +168,7 @@ class HFCheckpoint:
     def _of_model(self, weights: Weights) -> Weights:
         """Without the tensors of MTP heads, which are drafts (`ssd.models.mtp`)."""
         first = self.config.num_layers
-        heads = tuple(f"model.layers.{i}." for i in range(first, first + self.num_heads))
+        heads = tuple(f"model.layers.{i}." for i in range(first, first + self.mtp_heads))
         return single_experts((each for each in weights if not each[0].startswith(("mtp.", *heads))), self.config)
 
     def tokenizer(self) -> Tokenizer:

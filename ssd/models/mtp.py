@@ -93,13 +93,9 @@ class MTPConfig(FeatureConfig):
     def of(cls, target: DecoderConfig, names: Names) -> Self:
         """The last layer of the target that sees the whole context, once more."""
         layer = target.layers[target.full_layers[-1] if target.full_layers else -1]
-        own = {
-            "family": "mtp",
-            "layers": (replace(layer, attention=replace(layer.attention, first_position=1)),),
-            "tie_embeddings": False,
-        }
+        layer = replace(layer, attention=replace(layer.attention, first_position=1))
         return cls(
-            **{key: getattr(target, key) for key in DecoderConfig.__dataclass_fields__} | own,
+            **vars(target) | {"family": "mtp", "layers": (layer,), "tie_embeddings": False},
             draft_vocab_size=target.vocab_size,
             target_hidden_size=target.hidden_size,
             feature_layers=(target.num_layers,),
