@@ -66,7 +66,9 @@ class DraftGraft(FeatureCheckpoint):
         if isinstance(base, BlockCheckpoint):
             return BlockGraft(base.path, base.config, base, shape_name)
         if not isinstance(base, EagleCheckpoint):
-            raise ConfigError(f"speculation draft: {base.path.name} is an {base.config.kind}, of which there are no grafts")
+            raise ConfigError(
+                f"speculation draft: {base.path.name} is an {base.config.kind}, of which there are no grafts"
+            )
         return EagleGraft(base.path, base.config, base, shape_name)
 
     @property

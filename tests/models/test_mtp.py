@@ -13,8 +13,10 @@ import torch
 from conftest import TestModel, mostly_slow
 from mtp_heads import Layout, make_mtp
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from ssd import LLM, SamplingParams
+from ssd.cli.main import app
 from ssd.drafting.runner import DraftRunner
 from ssd.errors import ConfigError, SSDError, UnsupportedModel
 from ssd.models.mtp import MTPHead
@@ -153,6 +155,11 @@ def test_other_uses_are_refused_with_the_reason(make_model: Callable[[str], Test
         LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": "mtp"})
     with pytest.raises(ConfigError, match="this is a graft: use another draft"):
         LLM("graft:tiny-llama@llama-3.2-1b", device="cpu", speculation={"mode": "sd", "draft": "mtp"})
+    with pytest.raises(ConfigError, match="is an MTP head, of which there are no grafts"):
+        LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": f"graft:{head.option}@llama-3.2-1b"})
+    exported = CliRunner().invoke(app, ["export-draft", head.option, "--out", str(tmp_path / "out")])
+    assert exported.exit_code != 0
+    assert "is no EAGLE head or block draft" in " ".join(exported.output.split())
     with pytest.raises(ConfigError, match='placement="process": a head reads the hidden states of the target'):
         LLM(target.path, device="cpu", speculation={"mode": "ssd", "draft": head.option, "placement": "process"})
     windows = make_mtp(make_model("mistral-windows"), tmp_path / "windows")
