@@ -35,7 +35,7 @@ class MTP:
     carried: ClassVar[float] = 0.0  # see `eagle_heads.Head`
 
     model: str
-    option: str  # the speculation's `draft`
+    path: str  # the speculation's `draft`: a directory, or "mtp"
     target: Any  # transformers' model
     layer: Any  # transformers' model of one layer, with the head's last norm
     around: dict[str, torch.Tensor]
@@ -45,7 +45,7 @@ class MTP:
     @property
     def file(self) -> Path:
         """The one with the head's tensors."""
-        return Path(self.model if self.option == "mtp" else self.option) / "mtp.safetensors"
+        return Path(self.model if self.path == "mtp" else self.path) / "mtp.safetensors"
 
     def fused(self, tokens: Seq[int]) -> torch.Tensor:
         """The target's last hidden states."""
@@ -134,5 +134,5 @@ def make_mtp(
         raw = {"architectures": ["MTPDraftModel"], "speculators_model_type": "mtp", "transformer_layer_config": raw}
     (path / "config.json").write_text(json.dumps(raw | (changes or {})), encoding="utf-8")
     save_file({key: tensor.contiguous() for key, tensor in weights.items()}, path / "mtp.safetensors")
-    model, option = (str(path), "mtp") if within else (target.path, str(path))
-    return MTP(model, option, reference, layer, around, normed=layout != "speculators")
+    model, draft = (str(path), "mtp") if within else (target.path, str(path))
+    return MTP(model, draft, reference, layer, around, normed=layout != "speculators")

@@ -224,5 +224,5 @@ def make_models(make_model: Callable[[str], TestModel], path: Path, kind: str = 
     head = make_head(target, path / "head")
     block = make_block(target, path / "block", "deepspec", block_size=16, markov="gated")
     drafts = {"noisy": str(path), "self": target.path, "stranger": stranger.path, "head": head.path}
-    drafts |= {"block": block.path, "mtp-head": make_mtp(target, path / "mtp", "nextn").option}
+    drafts |= {"block": block.path, "mtp-head": make_mtp(target, path / "mtp", "nextn").path}
     return Models(target.path, drafts)

@@ -89,6 +89,6 @@ def test_other_options_change_no_greedy_text(
     head = make_mtp(make_model("qwen3"), tmp_path / "head", "nextn")
     with LLM(head.model, **SIZES) as llm:
         expected = texts(llm, 0.0)
-    with LLM(head.model, **SIZES, speculation=speculation | {"draft": head.option}) as llm:
+    with LLM(head.model, **SIZES, speculation=speculation | {"draft": head.path}) as llm:
         assert texts(llm, 0.0) == expected
         assert llm.engine.metrics.spec_decode_num_draft_tokens > 0

@@ -53,7 +53,7 @@ def test_hidden_states_and_logits_are_those_of_a_layer_of_transformers(
         return found
 
     monkeypatch.setattr(MTPHead, "__call__", spy)
-    with LLM(head.model, device="cpu", speculation={"mode": "sd", "draft": head.option, "k": K}) as llm:
+    with LLM(head.model, device="cpu", speculation={"mode": "sd", "draft": head.path, "k": K}) as llm:
         drafter: Any = llm.engine.round.drafter
         runner: DraftRunner = drafter.model.runner
         llm.engine.round.target.runner.logits_of(TOKENS[:-1], 1)  # type: ignore[attr-defined]
@@ -118,7 +118,7 @@ def test_tensors_that_are_missing_or_of_another_shape_are_named(
         words = rf"{name} has shape \({2 * len(tensor)},.*, the config says \({len(tensor)},"
     save_file(weights, head.file)
     with pytest.raises(UnsupportedModel, match=words):
-        LLM(head.model, device="cpu", speculation={"mode": "sd", "draft": head.option, "k": K})
+        LLM(head.model, device="cpu", speculation={"mode": "sd", "draft": head.path, "k": K})
 
 
 def test_unknown_tensors_of_a_head_are_refused(make_model: Callable[[str], TestModel], tmp_path: Path) -> None:
@@ -143,25 +143,25 @@ def test_configs_that_do_not_fit_are_refused_with_the_reason(
 ) -> None:
     head = make_mtp(make_model("qwen3"), tmp_path / "head", layout, changes=changes)
     with pytest.raises(SSDError, match=words):
-        LLM(head.model, device="cpu", speculation={"mode": "sd", "draft": head.option, "k": K})
+        LLM(head.model, device="cpu", speculation={"mode": "sd", "draft": head.path, "k": K})
 
 
 def test_other_uses_are_refused_with_the_reason(make_model: Callable[[str], TestModel], tmp_path: Path) -> None:
     target = make_model("qwen3")
     head = make_mtp(target, tmp_path / "head", "nextn")
     with pytest.raises(UnsupportedModel, match="an MTP head is no model, it drafts for one"):
-        LLM(head.option, device="cpu")
+        LLM(head.path, device="cpu")
     with pytest.raises(UnsupportedModel, match="has no MTP head"):
         LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": "mtp"})
     with pytest.raises(ConfigError, match="this is a graft: use another draft"):
         LLM("graft:tiny-llama@llama-3.2-1b", device="cpu", speculation={"mode": "sd", "draft": "mtp"})
     with pytest.raises(ConfigError, match="is an MTP head, of which there are no grafts"):
-        LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": f"graft:{head.option}@llama-3.2-1b"})
-    exported = CliRunner().invoke(app, ["export-draft", head.option, "--out", str(tmp_path / "out")])
+        LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": f"graft:{head.path}@llama-3.2-1b"})
+    exported = CliRunner().invoke(app, ["export-draft", head.path, "--out", str(tmp_path / "out")])
     assert exported.exit_code != 0
     assert "is no EAGLE head or block draft" in " ".join(exported.output.split())
     with pytest.raises(ConfigError, match='placement="process": a head reads the hidden states of the target'):
-        LLM(target.path, device="cpu", speculation={"mode": "ssd", "draft": head.option, "placement": "process"})
+        LLM(target.path, device="cpu", speculation={"mode": "ssd", "draft": head.path, "placement": "process"})
     windows = make_mtp(make_model("mistral-windows"), tmp_path / "windows")
     with pytest.raises(ConfigError, match="all layers of the target have sliding windows, but an MTP head needs"):
         LLM(windows.model, device="cpu", speculation={"mode": "sd", "draft": "mtp"})
