@@ -15,6 +15,7 @@ from ssd.errors import ConfigError
 from ssd.options import build, described, is_int, option, plain, validate
 
 SUFFIX = "suffix"
+MTP = "mtp"
 K_DEFAULT = 4  # draft tokens per round
 K_SUFFIX = 16  # the same of suffix look-up, whose drafts are shorter where it is not sure
 K_MAX = 8  # largest k of k="auto", unless k_max says otherwise
@@ -57,14 +58,16 @@ class SpeculationConfig:
         "speed.",
         hints={
             **dict.fromkeys((SUFFIX, "ngram"), f"suffix look-up is mode='sd' with draft={SUFFIX!r}"),
+            MTP: f"the MTP head in the model's checkpoint is a draft: mode='sd' or 'ssd' with draft={MTP!r}",
             **dict.fromkeys(("eagle", "eagle3"), "an EAGLE-3 head is a draft: mode='sd' or 'ssd' with draft=HEAD"),
             "draft_model": "a draft model is named by draft: mode='sd' or 'ssd' with draft=MODEL",
         },
     )
     draft: str | Proposer | None = option(
         None,
-        "A small model with the same tokenizer, an EAGLE-3 head of the model, (not ssd) a block draft of it, DFlash or "
-        "DSpark, or (not ssd) 'suffix': suffix look-up, which needs no model.",
+        "A small model with the same tokenizer, an EAGLE-3 head or MTP head of the model, 'mtp': the MTP head in the "
+        "model's own checkpoint, (not ssd) a block draft of it, DFlash or DSpark, or (not ssd) 'suffix': suffix "
+        "look-up, which needs no model.",
         expects=f"a model, {SUFFIX!r}, or an object with a method propose(sequences, k)",
     )
     k: int | Literal["auto"] | None = option(

@@ -7,12 +7,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from conftest import TestModel
 from safetensors.torch import save_file
+
+from ssd.drafting.head import CARRIED
 
 Layout = Literal["eagle", "speculators"]
 
@@ -20,6 +22,8 @@ Layout = Literal["eagle", "speculators"]
 @dataclass(frozen=True)
 class Head:
     """A head in plain torch, and where it is stored."""
+
+    carried: ClassVar[float] = CARRIED  # of a difference in its states, by each step
 
     path: str
     weights: dict[str, torch.Tensor]

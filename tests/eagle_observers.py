@@ -1,4 +1,4 @@
-"""Observers that hold every draft of an EAGLE head, or a block draft, against that of a plain implementation."""
+"""Observers that hold every draft of a head, or a block draft, against that of a plain implementation."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Sequence as Seq
 import torch
 from block_drafts import Block
 from eagle_heads import Head
+from mtp_heads import MTP
 
 from ssd.core import Origin, Outcome, Sequence, Work
 from ssd.decoding.drafter import Prepared
 from ssd.decoding.observer import RoundObserver
-from ssd.drafting.eagle import CARRIED
 
 FEW = (3, 17, 60, 101, 222)  # tokens that requests are limited to, so that drafts of a random head are accepted, too
 
@@ -24,7 +24,7 @@ class Drafts(RoundObserver):
     a short one has, because another sequence of its batch needed them.
     """
 
-    def __init__(self, head: Head | Block, least: int = 1) -> None:
+    def __init__(self, head: Head | MTP | Block, least: int = 1) -> None:
         self.head, self.least = head, least
         self.seen = list[tuple[list[int], list[int]]]()
 
@@ -49,9 +49,10 @@ class Branches(Drafts):
     known since.
     """
 
+    head: Head | MTP
     synchronous = True  # what was prepared last is for the round that is decided
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head | MTP) -> None:
         super().__init__(head)
         self.num_after_hits = 0
         self.states: dict[int, list[torch.Tensor]] = {}  # by sequence id: of its next draft, if it was prepared
@@ -65,7 +66,7 @@ class Branches(Drafts):
         states, given = self.states.pop(work.sequence.id, []), list[torch.Tensor]()
         if outcome.origin is Origin.HIT:
             moved = self.head.fused(before[:-1])[-1] - states[0]
-            given = [state + CARRIED**place * moved for place, state in enumerate(states)][1:]
+            given = [state + self.head.carried**place * moved for place, state in enumerate(states)][1:]
         for (after, root), draft in self.prepared[work.sequence.id].items():
             path = [*outcome.draft[:after], root]
             count = len(path) + len(draft)

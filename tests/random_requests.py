@@ -20,6 +20,7 @@ import torch
 from block_drafts import make_block
 from conftest import VOCAB, TestModel
 from eagle_heads import make_head
+from mtp_heads import make_mtp
 
 from ssd import SamplingParams
 from ssd.core import Origin, Outcome, RequestOutput, Status, Work
@@ -204,8 +205,8 @@ class VerifiedDrafts(RoundObserver):
 
 @dataclass(frozen=True)
 class Models:
-    """Paths of a target and of drafts for it: a noisy copy, itself, a model of its own, a random EAGLE head, and a
-    random block draft."""
+    """Paths of a target and of drafts for it: a noisy copy, itself, a model of its own, a random EAGLE head, a random
+    MTP head, and a random block draft."""
 
     target: str
     drafts: dict[str, str]
@@ -223,5 +224,5 @@ def make_models(make_model: Callable[[str], TestModel], path: Path, kind: str = 
     head = make_head(target, path / "head")
     block = make_block(target, path / "block", "deepspec", block_size=16, markov="gated")
     drafts = {"noisy": str(path), "self": target.path, "stranger": stranger.path, "head": head.path}
-    drafts["block"] = block.path
+    drafts |= {"block": block.path, "mtp-head": make_mtp(target, path / "mtp", "nextn").path}
     return Models(target.path, drafts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from ssd.assembly.device import kv_block_size
@@ -9,18 +11,20 @@ from ssd.assembly.memory import Loaded
 from ssd.assembly.models import load_decoder
 from ssd.assembly.open import open_checkpoint, open_feature_draft
 from ssd.assembly.placement import prepares_here
-from ssd.config import SUFFIX, EngineConfig, SpeculationConfig
-from ssd.drafting.eagle import private_blocks
+from ssd.config import MTP, SUFFIX, EngineConfig, SpeculationConfig
+from ssd.drafting.head import private_blocks
 from ssd.drafting.shapes import RunShapes, widths_up_to
 from ssd.errors import ConfigError
 from ssd.execution.state import SequenceState
 from ssd.models.block import BlockCheckpoint
-from ssd.models.checkpoint import Checkpoint
+from ssd.models.checkpoint import Checkpoint, HFCheckpoint
 from ssd.models.decoder import Decoder
 from ssd.models.feature_draft import FeatureCheckpoint
+from ssd.models.mtp import MTPCheckpoint, names_in
 from ssd.parallel.tensor import TensorParallel
 from ssd.text.tokenizer import Tokenizer
 
+log = logging.getLogger("ssd")
 _MAX_BRANCHES = 256  # of a whole batch
 
 
@@ -28,13 +32,16 @@ def open_draft(
     speculation: SpeculationConfig, target: Checkpoint, tokenizer: Tokenizer
 ) -> Checkpoint | FeatureCheckpoint | None:
     """The checkpoint of the draft model or head, or None; ConfigError if it does not fit the target."""
-    if speculation.draft_model is None:
+    name = speculation.draft_model
+    if name != MTP and isinstance(target, HFCheckpoint) and names_in(target.path) is not None:
+        log.info('%s has an MTP head: speculation={"mode": "sd", "draft": "mtp"} drafts with it', target.path.name)
+    if name is None:
         return None
-    draft = open_feature_draft(speculation.draft_model)
+    draft = _own_head(target) if name == MTP else open_feature_draft(name)
     if draft is not None:
         draft = draft.for_target(target)
         return _checked(draft, speculation) if isinstance(draft, BlockCheckpoint) else draft
-    checkpoint = open_checkpoint(speculation.draft_model, "speculation draft")
+    checkpoint = open_checkpoint(name, "speculation draft")
     difference = tokenizer.difference(checkpoint.tokenizer())
     if difference is not None:
         raise ConfigError(
@@ -42,6 +49,15 @@ def open_draft(
             f"draft of the same family, or draft={SUFFIX!r}, which needs no model"
         )
     return checkpoint
+
+
+def _own_head(target: Checkpoint) -> MTPCheckpoint:
+    if not isinstance(target, HFCheckpoint):
+        raise ConfigError(
+            f"speculation draft={MTP!r}: the MTP head is read from the model's directory of safetensors, and this is a "
+            f"{'GGUF file' if target.path.is_file() else 'graft'}: use another draft"
+        )
+    return MTPCheckpoint.of(target)
 
 
 def _checked(block: BlockCheckpoint, speculation: SpeculationConfig) -> BlockCheckpoint:

@@ -10,12 +10,12 @@ from ssd.assembly.sharing import share_gpu
 from ssd.assembly.warm_up import warm_up
 from ssd.config import EngineConfig, SpeculationConfig
 from ssd.drafting.block import BlockModel, BlockRunner
-from ssd.drafting.eagle import EagleModel, EagleRunner
 from ssd.drafting.fan_out import Adaptive, FanOut, Geometric, Listed, Share
+from ssd.drafting.head import HeadModel, HeadRunner
 from ssd.drafting.model import DraftModel, DraftSource
 from ssd.drafting.runner import DraftRunner
 from ssd.drafting.ssd import SSDDrafter
-from ssd.execution.features import EagleFeatures, Features
+from ssd.execution.features import Features, HeadFeatures
 from ssd.execution.graphs import row_buckets
 from ssd.execution.runner import ModelRunner
 from ssd.options import is_int
@@ -47,9 +47,9 @@ def make_draft_model(
 def make_feature_model(config: EngineConfig, runner: ModelRunner, features: Features) -> DraftSource:
     """Of a draft on the target's features."""
     shapes = run_shapes(config, runner.decoder.device)
-    made: EagleModel | BlockModel
-    if isinstance(features, EagleFeatures):
-        made = EagleModel(EagleRunner(runner, features, shapes, **_options(config)))
+    made: HeadModel | BlockModel
+    if isinstance(features, HeadFeatures):
+        made = HeadModel(HeadRunner(runner, features, shapes, **_options(config)))
     else:
         made = BlockModel(BlockRunner(runner, shapes, graphs=not config.eager))
     draft = made.runner

@@ -15,7 +15,7 @@ from ssd.assembly.open import BUNDLE, bundled_models, open_checkpoint
 from ssd.errors import SSDError
 from ssd.models.checkpoint import weight_files
 from ssd.models.decoder import num_parameters
-from ssd.models.families import block_kind, is_eagle
+from ssd.models.families import draft_kind
 from ssd.models.hub import HubName, cached_repositories, local_model, names_in, snapshots_in
 from ssd.models.repository import CONFIG, gguf_names, quantization, tag
 from ssd.text.json_file import read_json
@@ -86,10 +86,8 @@ def _described(found: Found) -> LocalModel:
         return LocalModel(name, obstacle=f"not complete, or no model: `ssd pull {name}` downloads what is missing")
     used = max(file.stat().st_atime for file in _weights(path))
     try:
-        if path.is_dir() and is_eagle(read_json(path / CONFIG)):
-            return LocalModel(name, size=size, last_used=used, obstacle="an EAGLE head: drafts for its model (--draft)")
-        if path.is_dir() and block_kind(read_json(path / CONFIG)):
-            return LocalModel(name, size=size, last_used=used, obstacle="a block draft: drafts for its model (--draft)")
+        if path.is_dir() and (kind := draft_kind(read_json(path / CONFIG))):
+            return LocalModel(name, size=size, last_used=used, obstacle=f"{kind}: drafts for its model (--draft)")
         checkpoint = open_checkpoint(path)
         stored = format_names(checkpoint.config, checkpoint.formats) or checkpoint.config.dtype
     except SSDError as error:

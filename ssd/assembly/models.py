@@ -143,7 +143,7 @@ def _weights(checkpoint: Checkpoint | FeatureCheckpoint, decoder: Decoder) -> We
 def _shared(config: EngineConfig, target: Decoder) -> Shared:
     """The target's embedding and head for a draft on its features; all of them, where the target has a share only."""
     if target.tp.size == 1:
-        return Shared(target.embedding, target.head)
+        return Shared(target.embedding, target.head, target.norm)
     model, checkpoint = target.config, open_checkpoint(config.model)
     build = Build(target.ops, target.device, target.dtype, format_of=checkpoint.formats)
     size = model.vocab_size, model.hidden_size
@@ -153,7 +153,7 @@ def _shared(config: EngineConfig, target: Decoder) -> Shared:
     for name, tensor in _weights(checkpoint, target):
         if name in wanted:
             wanted[name].load(name, tensor)
-    return Shared(embedding, head)
+    return Shared(embedding, head, target.norm)
 
 
 def make_runner(

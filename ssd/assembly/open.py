@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
@@ -14,16 +15,22 @@ from ssd.models.block import BlockCheckpoint
 from ssd.models.checkpoint import Checkpoint, HFCheckpoint
 from ssd.models.download import find_or_download
 from ssd.models.eagle import EagleCheckpoint
-from ssd.models.families import block_kind, is_eagle
+from ssd.models.families import BLOCK_DRAFT, EAGLE_HEAD, MTP_HEAD, draft_kind
 from ssd.models.feature_draft import FeatureCheckpoint
 from ssd.models.gguf import GGUFCheckpoint
 from ssd.models.hub import HubName, is_hub_id, local_model, snapshot_in
+from ssd.models.mtp import MTPCheckpoint
 from ssd.text.json_file import read_json
 
 BUNDLE: Final = Path(__file__).parents[1] / "bundle"  # the small models that come with the package
 GRAFT_PREFIX: Final = "graft:"
 HEAD: Final = "-eagle"  # ends the names of bundled heads
 BLOCK: Final = "-block"  # and of block drafts
+_FEATURE_DRAFTS: Final[Mapping[str, type[FeatureCheckpoint]]] = {
+    BLOCK_DRAFT: BlockCheckpoint,
+    EAGLE_HEAD: EagleCheckpoint,
+    MTP_HEAD: MTPCheckpoint,
+}
 
 
 def open_checkpoint(model: str | os.PathLike[str], field: str = "model") -> Checkpoint:
@@ -45,18 +52,16 @@ def open_checkpoint(model: str | os.PathLike[str], field: str = "model") -> Chec
 
 
 def open_feature_draft(draft: str, field: str = "speculation draft") -> FeatureCheckpoint | None:
-    """Opens a draft on the target's features, an EAGLE head or a block draft (bundled, a directory, a hub id, or a
-    graft of one); None if `draft` is something else."""
+    """Opens a draft on the target's features: a head or a block draft (bundled, a directory, a hub id, or a graft of
+    one); None if `draft` is something else."""
     if draft.startswith(GRAFT_PREFIX):
         base, _, shape = draft.removeprefix(GRAFT_PREFIX).rpartition("@")
         found = open_feature_draft(base, field) if base else None
         return None if found is None else DraftGraft.of(found, shape)
     path = model_path(draft, field)
     config = path / "config.json"
-    raw = read_json(config) if config.is_file() else {}
-    if block_kind(raw):
-        return BlockCheckpoint.open(path)
-    return EagleCheckpoint.open(path) if is_eagle(raw) else None
+    kind = draft_kind(read_json(config)) if config.is_file() else None
+    return None if kind is None else _FEATURE_DRAFTS[kind].open(path)
 
 
 def model_path(name: str, field: str = "model") -> Path:

@@ -35,7 +35,7 @@ def placed(
 
     `placement="auto"` is a process if the draft has a GPU of its own or a core of a CPU, else a stream on a GPU, else
     inline. With mode="auto" it stays "auto" where nothing can run at the same time, and SSD is not among the modes.
-    `head`: the draft is an EAGLE head, which is where the target is. `prepares`: SSD is among the draft's modes.
+    `head`: the draft is a head, which is where the target is. `prepares`: SSD is among the draft's modes.
     `ranks`: of the target.
     """
     if speculation.mode not in ("ssd", "auto") or speculation.draft_model is None or not prepares:
@@ -50,7 +50,7 @@ def placed(
             return speculation
     if placement == "process" and head:
         raise ConfigError(
-            'speculation placement="process": an EAGLE head reads the hidden states of the target, in its process; use '
+            'speculation placement="process": a head reads the hidden states of the target, in its process; use '
             '"stream" on a GPU, else "inline"'
         )
     if placement == "stream" and device.type != "cuda":

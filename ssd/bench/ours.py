@@ -15,13 +15,13 @@ from ssd.assembly.drafters import drafter_of
 from ssd.assembly.open import open_feature_draft
 from ssd.assembly.placement import placed
 from ssd.bench.answers import Answer, Prompt, RequestSettings
-from ssd.config import SUFFIX, SpeculationConfig
+from ssd.config import MTP, SUFFIX, SpeculationConfig
 from ssd.core import Outcome, RequestOutput, SamplingParams, Work
 from ssd.decoding.drafter import Drafter
 from ssd.decoding.observer import RoundObserver
 from ssd.drafting.block import BlockModel
 from ssd.drafting.controller import DepthController
-from ssd.drafting.eagle import EagleModel
+from ssd.drafting.head import HeadModel
 from ssd.drafting.model import DraftSource, ModelDrafter
 from ssd.drafting.ssd import SSDDrafter
 from ssd.drafting.suffix import SuffixDrafter
@@ -210,7 +210,7 @@ def _in_process(method: Method, device: str) -> bool:
     if method.speculation["mode"] not in ("ssd", "auto") or placement not in ("auto", "process"):
         return False
     draft = method.speculation.get("draft")
-    if placement == "auto" and draft is not None and open_feature_draft(str(draft)) is not None:
+    if placement == "auto" and draft is not None and (draft == MTP or open_feature_draft(str(draft)) is not None):
         return False
     return placement == "process" or device == "cpu" or (device == "auto" and not torch.cuda.is_available())
 
@@ -236,7 +236,7 @@ def _drafter(llm: LLM, speculation: SpeculationConfig) -> Drafter:
     inner = [each.learned if isinstance(each, SuffixDrafter) else each for each in inner]
     models: list[DraftSource] = [each.model for each in inner if isinstance(each, (SSDDrafter, ModelDrafter))]
     model = models[0] if models else None
-    head, prepares = isinstance(model, EagleModel), not isinstance(model, BlockModel)
+    head, prepares = isinstance(model, HeadModel), not isinstance(model, BlockModel)
     speculation = placed(speculation, resolve_device(llm.config.device), head=head, prepares=prepares)
     if speculation.draft == SUFFIX:
         model = None

@@ -26,7 +26,7 @@ from ssd.bench.ours import answer_of
 from ssd.bench.record import origin
 from ssd.bench.run import workloads_of
 from ssd.bench.serve import Result
-from ssd.config import K_DEFAULT, SUFFIX, SpeculationConfig
+from ssd.config import K_DEFAULT, MTP, SUFFIX, SpeculationConfig
 from ssd.core import SamplingParams
 from ssd.decoding.drafter import Drafter
 from ssd.drafting.controller import DepthController
@@ -103,10 +103,16 @@ def _speculation(config: BenchConfig) -> SpeculationConfig:
     speculation = SpeculationConfig.of({**config.speculation, "mode": "auto", "draft": config.draft})
     if speculation.draft_model is None:
         return speculation
-    draft = open_feature_draft(speculation.draft_model)
+    draft = open_feature_draft(speculation.draft_model) if speculation.draft_model != MTP else None
     device, ranks = resolve_device(config.engine.get("device", "auto")), config.engine.get("tensor_parallel_size", 1)
-    head, prepares = draft is not None, not isinstance(draft, BlockCheckpoint)
-    ssd = placed(replace(speculation, mode="ssd"), device, head=head, prepares=prepares, ranks=ranks)
+    head = draft is not None or speculation.draft_model == MTP
+    ssd = placed(
+        replace(speculation, mode="ssd"),
+        device,
+        head=head,
+        prepares=not isinstance(draft, BlockCheckpoint),
+        ranks=ranks,
+    )
     return replace(ssd, mode="auto")
 
 

@@ -93,9 +93,10 @@ def export_draft(
     from ssd.assembly.open import open_checkpoint, open_feature_draft
     from ssd.grafts.draft_graft import DraftGraft
     from ssd.grafts.export import write_draft
+    from ssd.models.mtp import MTPCheckpoint
 
     found = open_feature_draft(draft, "DRAFT")
-    if found is None:
+    if found is None or isinstance(found, MTPCheckpoint):
         raise ConfigError(f"DRAFT={draft!r} is no EAGLE head or block draft: name the directory or hub id of one")
     if target is None and isinstance(found, DraftGraft):
         raise ConfigError(f"DRAFT={draft!r} is a graft: name the graft that it drafts for with --target")

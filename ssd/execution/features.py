@@ -17,8 +17,8 @@ from ssd.execution.state import SequenceState
 from ssd.kernels.device import kernels
 from ssd.kernels.ops import DeviceBatch
 from ssd.models.decoder import KVCache
-from ssd.models.eagle import EagleHead
 from ssd.models.feature_draft import FeatureDraft
+from ssd.models.head import Head
 
 
 class Features:
@@ -46,7 +46,7 @@ class Features:
         self.draft.store(batch, self.draft.fuse(buffer), self.kv)
 
 
-class EagleFeatures(Features):
+class HeadFeatures(Features):
     """For a head, whose KV of position p is made of the token there and the fused feature of p - 1.
 
     The features of each sequence's last positions are kept for the next forward pass, and for the head's next draft. A
@@ -56,11 +56,11 @@ class EagleFeatures(Features):
     recomputed = 1
 
     @torch.inference_mode(False)  # so that they can be written to inside and outside of inference mode
-    def __init__(self, head: EagleHead, kv: KVCache, state: SequenceState) -> None:
+    def __init__(self, head: Head, kv: KVCache, state: SequenceState) -> None:
         super().__init__(head, kv)
         self.head = head
         self._kept = state.lookahead + 1  # a draft and the token before it
-        shape = (state.num_slots + 1, self._kept, head.eagle.hidden_size)
+        shape = (state.num_slots + 1, self._kept, head.config.hidden_size)
         self._fused = torch.zeros(shape, dtype=head.dtype, device=head.device)  # of position p at p % kept
         self._start = torch.zeros(shape[0], dtype=torch.int32, device=head.device)  # first position with a feature
 
@@ -87,4 +87,4 @@ class EagleFeatures(Features):
 
 
 def features_of(draft: FeatureDraft, kv: KVCache, state: SequenceState) -> Features:
-    return EagleFeatures(draft, kv, state) if isinstance(draft, EagleHead) else Features(draft, kv)
+    return HeadFeatures(draft, kv, state) if isinstance(draft, Head) else Features(draft, kv)

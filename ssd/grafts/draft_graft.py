@@ -65,7 +65,10 @@ class DraftGraft(FeatureCheckpoint):
             raise ConfigError(f"speculation draft: {base.path.name} is a graft already: name what it is a graft of")
         if isinstance(base, BlockCheckpoint):
             return BlockGraft(base.path, base.config, base, shape_name)
-        assert isinstance(base, EagleCheckpoint)
+        if not isinstance(base, EagleCheckpoint):
+            raise ConfigError(
+                f"speculation draft: {base.path.name} is an {base.config.kind}, of which there are no grafts"
+            )
         return EagleGraft(base.path, base.config, base, shape_name)
 
     @property

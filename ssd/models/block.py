@@ -264,6 +264,7 @@ class BlockDraft(FeatureDraft):
     def __init__(self, config: BlockConfig, build: Build, *, max_positions: int, shared: Shared | None = None) -> None:
         self.block = config
         super().__init__(config, build, max_positions=max_positions, shared=shared)
+        self.fc = self.feature_projection(build)
         self.hidden_norm = RMSNorm(build, "hidden_norm", config.hidden_size, config.rms_eps)
         self.norm = RMSNorm(build, "norm", config.hidden_size, config.rms_eps)
         self._own_head = config.draft_vocab_size < config.vocab_size

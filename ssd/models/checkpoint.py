@@ -127,6 +127,7 @@ class HFCheckpoint:
     stop_token_ids: tuple[int, ...]
     note: str = ""
     formats: FormatOf = dense
+    mtp_heads: int = 0  # layers in its files beyond those of the model
 
     @classmethod
     def open(cls, path: Path) -> HFCheckpoint:
@@ -135,10 +136,9 @@ class HFCheckpoint:
         files = weight_files(path)
         try:
             config = decoder_config(raw)
-            quantized = raw.get("quantization_config") or raw.get("compression_config")  # the older name
-            most = 2 if quantized else 1  # parameters of a byte
+            formats = stored_formats(raw, path)
+            most = 1 if formats is dense else 2  # parameters of a byte
             check_fits(config, most * sum(file.stat().st_size for file in files))
-            formats = formats_of(quantized, (name for name, _ in stored_in(files))) if quantized else dense
             stops = _stop_token_ids(path, raw)
         except UnsupportedModel as error:
             raise UnsupportedModel(f"{path}: {error}") from None
@@ -146,7 +146,8 @@ class HFCheckpoint:
             config = replace(config, dtype=_stored_dtype(files[0], config.dtype))
         graft = raw.get("ssd_graft")
         note = graft_note(graft.get("base"), graft.get("shape"), graft.get("quantization")) if graft else ""
-        return cls(path=path, config=config, stop_token_ids=stops, note=note, formats=formats)
+        heads = int(raw.get("num_nextn_predict_layers") or 0)
+        return cls(path=path, config=config, stop_token_ids=stops, note=note, formats=formats, mtp_heads=heads)
 
     @property
     def sources(self) -> Sources:
@@ -158,11 +159,17 @@ class HFCheckpoint:
     def weights(self, device: torch.device, dtype: torch.dtype) -> Weights:
         files = weight_files(self.path)
         read: Weights = _read_to_gpu(files, device) if device.type == "cuda" else read_safetensors(files)
-        return single_experts(read, self.config)
+        return self._of_model(read)
 
     def stored(self) -> Weights:
         """Every parameter, of which a rank reads its share only."""
-        return single_experts(stored_in(weight_files(self.path)), self.config)
+        return self._of_model(stored_in(weight_files(self.path)))
+
+    def _of_model(self, weights: Weights) -> Weights:
+        """Without the tensors of MTP heads, which are drafts (`ssd.models.mtp`)."""
+        first = self.config.num_layers
+        heads = tuple(f"model.layers.{i}." for i in range(first, first + self.mtp_heads))
+        return single_experts((each for each in weights if not each[0].startswith(("mtp.", *heads))), self.config)
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.path)
@@ -215,6 +222,12 @@ def _regular(files: list[Path]) -> list[Path]:
         if not file.is_file():
             raise SSDError(f"{file} is not a regular file: download the checkpoint again")
     return files
+
+
+def stored_formats(raw: Mapping[str, Any], path: Path) -> FormatOf:
+    """How the weights in a directory are stored, by its config.json."""
+    quantized = raw.get("quantization_config") or raw.get("compression_config")  # the older name
+    return formats_of(quantized, (name for name, _ in stored_in(weight_files(path)))) if quantized else dense
 
 
 def stored_in(files: Seq[Path]) -> Iterator[tuple[str, FileTensor]]:

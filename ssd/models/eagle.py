@@ -1,7 +1,7 @@
 """EAGLE-3 draft heads: one decoder layer that reads hidden states of the target beside the tokens.
 
-The head's input at position p is the token there and the fused feature of p - 1, so position 0 has none. After its
-first token it reads its own hidden states in their place: those before the last norm, or (EAGLE-3.1) after it.
+What it reads and recycles says `ssd.models.head`: its own hidden states are those before the last norm, or (EAGLE-3.1)
+after it.
 
 Loads the layouts of the EAGLE authors and SpecForge (`midlayer.*`), and of speculators (`layers.0.*`). Knows nothing of
 sequences, KV blocks or drafting.
@@ -17,14 +17,14 @@ from typing import Any, Final
 import torch
 
 from ssd.errors import UnsupportedModel
-from ssd.kernels.ops import DeviceBatch
 from ssd.layers.norm import RMSNorm
 from ssd.layers.parameter import Build, Parameter
 from ssd.layers.rotary import RopeTables
-from ssd.models.decoder import DecoderLayer, KVCache
+from ssd.models.decoder import DecoderLayer
 from ssd.models.families import decoder_config
-from ssd.models.feature_draft import FeatureCheckpoint, FeatureConfig, FeatureDraft, Shared, full_attention, layer_ids
+from ssd.models.feature_draft import FeatureCheckpoint, FeatureConfig, Shared, full_attention, layer_ids
 from ssd.models.fields import FLAG, LIST, OBJECT, TEXT, VOCABULARY, WIDTH, Field, check_fields, shown
+from ssd.models.head import Head
 
 _FIELDS: Final[Mapping[str, Field]] = {
     "architectures": LIST,
@@ -80,30 +80,23 @@ class EagleLayer(DecoderLayer):
         return torch.cat((self.input_norm(embedded), normed), dim=1), normed
 
 
-class EagleHead(FeatureDraft):
-    """The head. `load` it, and give it `hidden`, before use.
-
-    A call takes the hidden states before its tokens from the first rows of `hidden`, and leaves its own there. Its
-    logits are those of the target's vocabulary, -inf for tokens that it does not have.
-    """
-
-    hidden: torch.Tensor  # [rows, hidden_size]
+class EagleHead(Head):
+    """The head."""
 
     def __init__(self, config: EagleConfig, build: Build, *, max_positions: int, shared: Shared | None = None) -> None:
         self.eagle = config
         super().__init__(config, build, max_positions=max_positions, shared=shared)
         self.norm = RMSNorm(build, "norm", config.hidden_size, config.rms_eps)
+        self.norm_output = config.norm_output
+        self.adds = not (config.norm_before_residual or config.norm_output)
+        self.fc = self.feature_projection(build, bias=config.fc_bias)
         size, count = config.target_hidden_size, len(config.feature_layers) or 3
         names = ["input_norm"] * config.norm_before_fc + [f"fc_norm.{i}" for i in range(count)] * config.fc_norm
         width = size * count if config.norm_before_fc else size
         self._feature_norms = [RMSNorm(build, name, width, config.rms_eps) for name in names]
 
-    @property
-    def _fc_bias(self) -> bool:
-        return self.eagle.fc_bias
-
     def _make_layers(self, build: Build) -> Seq[DecoderLayer]:
-        self.layer = EagleLayer(build, self.eagle, self.rope_tables)
+        self.layer: EagleLayer = EagleLayer(build, self.eagle, self.rope_tables)
         return [self.layer]
 
     def parameters(self) -> Iterator[Parameter]:
@@ -120,29 +113,9 @@ class EagleHead(FeatureDraft):
         normed = [norm(part.contiguous()) for norm, part in zip(self._feature_norms, parts, strict=True)]
         return self.fc(torch.cat(normed, dim=1))
 
-    def store(self, batch: DeviceBatch, hidden: torch.Tensor, kv: KVCache) -> None:
-        """Writes K and V of tokens with the hidden states before them, and computes nothing else."""
-        joined, _ = self.layer.norms(self.embedding.embed(batch.token_ids), hidden)
-        [own] = kv
-        self.layer.attention.store(joined, batch, own)
-
-    def __call__(
-        self,
-        batch: DeviceBatch,
-        kv: KVCache,
-        features: Mapping[int, torch.Tensor] | None = None,
-        states: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Float32 logits of all rows, over the target's vocabulary."""
-        hidden = self.hidden[: len(batch.token_ids)]
-        joined, normed = self.layer.norms(self.embedding.embed(batch.token_ids), hidden)
-        residual = normed if self.eagle.norm_before_residual else hidden
-        [own] = kv
-        x = self.norm(self.layer.after_norm(joined, residual, batch, own), residual)  # residual: now its hidden states
-        left = x if self.eagle.norm_output else residual
-        if left is not hidden:
-            hidden.copy_(left)
-        return self.in_target_vocabulary(self.head.logits(x))
+    def inputs(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        joined, normed = self.layer.norms(self.embedding.embed(token_ids), hidden)
+        return joined, normed if self.eagle.norm_before_residual else hidden
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ from ssd.models.fields import (
 )
 
 Raw = Mapping[str, Any]
+BLOCK_DRAFT, EAGLE_HEAD, MTP_HEAD = "a block draft", "an EAGLE head", "an MTP head"  # in messages
 DTYPES: Final = ("bfloat16", "float16", "float32")
 ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
 _WHERE: Final = "config.json"
@@ -60,6 +61,7 @@ _FIELDS: Final[Mapping[str, Field]] = {
     "decoder_sparse_step": LAYERS,
     "mlp_only_layers": LIST,
     "num_hidden_layers": LAYERS,
+    "num_nextn_predict_layers": Field("an integer", (int,), 0, 1 << 10),
     "num_attention_heads": HEADS,
     "num_key_value_heads": HEADS,
     "head_dim": HEAD_DIM,
@@ -222,14 +224,9 @@ def decoder_config(raw: Raw) -> DecoderConfig:
     check_fields(raw, _FIELDS, _WHERE)
     name = _architecture(raw)
     family = FAMILIES.get(name)
-    if is_eagle(raw):
+    if (kind := draft_kind(raw)) is not None:
         raise UnsupportedModel(
-            f"architectures={shown(name)}: an EAGLE head is no model, it drafts for one: load its model, with "
-            'speculation={"mode": "sd", "draft": HEAD} (on the command line --draft HEAD)'
-        )
-    if block_kind(raw) is not None:
-        raise UnsupportedModel(
-            f"architectures={shown(name)}: a block draft is no model, it drafts for one: load its model, with "
+            f"architectures={shown(name)}: {kind} is no model, it drafts for one: load its model, with "
             'speculation={"mode": "sd", "draft": DRAFT} (on the command line --draft DRAFT)'
         )
     if family is None:
@@ -242,9 +239,14 @@ def decoder_config(raw: Raw) -> DecoderConfig:
     return config
 
 
-def is_eagle(raw: Raw) -> bool:
-    """Whether a config.json is that of an EAGLE head, of any version."""
-    return block_kind(raw) is None and ("draft_vocab_size" in raw or "eagle" in _kind_names(raw))
+def draft_kind(raw: Raw) -> str | None:
+    """What a config.json is of, if that is no model but a draft on the features of one: a head, of any version."""
+    names = _kind_names(raw)
+    if block_kind(raw) is not None:
+        return BLOCK_DRAFT
+    if "mtp" in names or "nextn" in names:
+        return MTP_HEAD
+    return EAGLE_HEAD if "draft_vocab_size" in raw or "eagle" in names else None
 
 
 def block_kind(raw: Raw) -> str | None:

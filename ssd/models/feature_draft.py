@@ -1,4 +1,4 @@
-"""Drafts that read hidden states of the target: what EAGLE heads and block drafts share.
+"""Drafts that read hidden states of the target: what heads and block drafts share.
 
 A *feature* of a position is the target's hidden states after some of its layers, side by side; `fuse` makes them as
 wide as the draft. Its vocabulary may be a part of the target's, and its embedding and head the target's own. Knows
@@ -20,6 +20,7 @@ from ssd.kernels.ops import DeviceBatch
 from ssd.kernels.weights import Weight
 from ssd.layers.formats import FormatOf, dense
 from ssd.layers.linear import ColumnLinear, Embedding
+from ssd.layers.norm import RMSNorm
 from ssd.layers.parameter import Build, LazyTensor, Parameter
 from ssd.models.checkpoint import Checkpoint, Weights, read_safetensors, stored_in, weight_files
 from ssd.models.config import DecoderConfig
@@ -86,6 +87,7 @@ class Shared(NamedTuple):
 
     embedding: Embedding
     head: Embedding
+    norm: RMSNorm  # the last one
 
 
 class FeatureDraft(Decoder):
@@ -99,17 +101,18 @@ class FeatureDraft(Decoder):
     ) -> None:
         self.feature_config = config
         super().__init__(config, build, max_positions=max_positions)
-        width, inputs = config.hidden_size, (len(config.feature_layers) or 3) * config.target_hidden_size
-        self.fc = ColumnLinear(build, {"fc": width}, inputs, bias=self._fc_bias)
+        width = config.hidden_size
         self._own = Embedding(build, "embed_tokens", config.vocab_size, width, embedding=True)
         self._shared = shared
         self.embedding = self._own if shared is None or config.own_embedding else shared.embedding
         self.head = Embedding(build, "lm_head", config.draft_vocab_size, width, head=True)
         self._target_ids: torch.Tensor | None = None  # of the tokens in the draft vocabulary
 
-    @property
-    def _fc_bias(self) -> bool:
-        return False
+    def feature_projection(self, build: Build, *, bias: bool = False) -> ColumnLinear:
+        """Makes features as wide as the draft."""
+        config = self.feature_config
+        inputs = (len(config.feature_layers) or 3) * config.target_hidden_size
+        return ColumnLinear(build, {"fc": config.hidden_size}, inputs, bias=bias)
 
     def load(
         self,
@@ -131,7 +134,8 @@ class FeatureDraft(Decoder):
         self._target_ids = None if target_ids is None else target_ids.to(self.device)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        return self.fc(features)
+        """Features as the draft reads them."""
+        raise NotImplementedError
 
     def store(self, batch: DeviceBatch, hidden: torch.Tensor, kv: KVCache) -> None:
         """Writes K and V of tokens with their fused features, and computes nothing else."""

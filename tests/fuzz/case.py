@@ -204,8 +204,8 @@ def _speculation(dice: random.Random, model: str, processes: bool) -> dict[str, 
 
 
 def _with_head(speculation: dict[str, Any], model: str, seed: int) -> dict[str, Any]:
-    """Perhaps with an EAGLE head or a block draft in place of the draft model. A seed gives the same case as before
-    these were known."""
+    """Perhaps with a head or a block draft in place of the draft model. Other seeds give the same case as before these
+    were known."""
     if speculation.get("draft", "suffix") == "suffix" or model == "mistral-windows":  # which keeps no KV for a head
         return speculation
     if random.Random(f"head {seed}").random() < 0.7:
@@ -214,6 +214,8 @@ def _with_head(speculation: dict[str, Any], model: str, seed: int) -> dict[str, 
     if plain and random.Random(f"block {seed}").random() < 0.5:
         return speculation | {"draft": "block"}
     head = f"{model}-eagle" if model in BUNDLED else "head"
+    if model not in BUNDLED and random.Random(f"mtp {seed}").random() < 0.5:
+        head = "mtp-head"
     return speculation | {"draft": head} | ({"placement": "inline"} if "placement" in speculation else {})
 
 

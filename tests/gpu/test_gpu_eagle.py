@@ -1,4 +1,4 @@
-"""EAGLE heads on a GPU, in graphs and with rounds in flight: drafts of a plain implementation, text of the target."""
+"""Heads on a GPU, in graphs and with rounds in flight: drafts of a plain implementation, text of the target."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from conftest import TestModel, ragged_prompts
 from eagle_heads import make_head
 from eagle_observers import FEW, Branches, Drafts
 from fakes import wait_until_idle
+from mtp_heads import make_mtp
 
 from ssd import LLM, SamplingParams
 
@@ -21,13 +22,14 @@ PARAMS = SamplingParams(max_new_tokens=40, ignore_eos=True, logit_bias=dict.from
 SHARE = 0.98  # of the drafts: sums are taken in another order, so a close choice may be another one
 
 
+@pytest.mark.parametrize("kind", ["eagle", "mtp"])
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
 def test_drafts_are_those_of_a_plain_implementation(
-    make_model: Callable[[str], TestModel], tmp_path: Path, mode: str
+    make_model: Callable[[str], TestModel], tmp_path: Path, mode: str, kind: str
 ) -> None:
     """Catches KV or features of another position or sequence, and what is missing in a graph."""
     target = make_model("llama-tied")
-    head = make_head(target, tmp_path / "head")
+    head = make_head(target, tmp_path / "head") if kind == "eagle" else make_mtp(target, tmp_path / "head", "nextn")
     observer = Drafts(head) if mode == "sd" else Branches(head)
     options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_num_seqs": 4, "num_kv_blocks": 512}
     options |= {"block_size": 16, "max_model_len": 200, "max_num_batched_tokens": 48}

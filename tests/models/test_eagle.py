@@ -130,7 +130,7 @@ def test_other_uses_of_a_head_are_refused_with_the_reason(
     head = make_head(target, tmp_path / "head")
     with pytest.raises(UnsupportedModel, match="an EAGLE head is no model"):
         LLM(head.path, device="cpu")
-    with pytest.raises(ConfigError, match='placement="process": an EAGLE head reads the hidden states of the target'):
+    with pytest.raises(ConfigError, match='placement="process": a head reads the hidden states of the target'):
         LLM(target.path, device="cpu", speculation={"mode": "ssd", "draft": head.path, "placement": "process"})
     file = Path(head.path) / "model.safetensors"
     weights = load_file(file)

@@ -1,4 +1,4 @@
-"""An EAGLE head in place of a draft model: with `EagleModel`, `ModelDrafter` is SD and `SSDDrafter` SSD.
+"""A head (EAGLE, MTP) in place of a draft model: with `HeadModel`, `ModelDrafter` is SD and `SSDDrafter` SSD.
 
 The target's forward passes leave the head's KV of all tokens that they compute (`ssd.execution.features`). So a draft
 begins with the last decided token and the feature before it; from then on the head reads its own hidden states.
@@ -6,7 +6,8 @@ begins with the last decided token and the feature before it; from then on the h
 In SSD the features of the draft under verification are still to come. In their place the head reads the states that it
 wrote this draft with (`DraftBuffers.draft_states`), so that the draft is read in one step; each branch goes on from the
 state where it leaves the draft. A draft that was prepared began with such a state, too. The feature in its place is
-known now; most of the difference between the two is added to the states after it (`CARRIED`).
+known now; most of the difference between the two is added to the states after it (`CARRIED`), if a step of the head
+adds to what it reads.
 
 Since the verification writes the true KV of these positions meanwhile, theirs is in *private blocks*: the block tables
 of a preparation are copies whose last blocks, from that of the last decided token on, belong to it alone.
@@ -24,16 +25,16 @@ from ssd.drafting.fan_out import FanOut
 from ssd.drafting.model import DraftSource
 from ssd.drafting.runner import DraftRunner
 from ssd.drafting.shapes import RunShape, RunShapes
-from ssd.execution.features import EagleFeatures
+from ssd.execution.features import HeadFeatures
 from ssd.execution.runner import ModelRunner
 
 CARRIED = 0.8  # of a difference in hidden states, by each step: acceptance of the bundled heads is best from 0.7 to 0.8
 
 
-class EagleRunner(DraftRunner):
+class HeadRunner(DraftRunner):
     """Runs of a head. `write` reads one token of each sequence: the others have KV."""
 
-    def __init__(self, model_runner: ModelRunner, features: EagleFeatures, shapes: RunShapes, **options: Any) -> None:
+    def __init__(self, model_runner: ModelRunner, features: HeadFeatures, shapes: RunShapes, **options: Any) -> None:
         self.features, self.head = features, features.head
         head, width, branches = self.head, self.head.config.hidden_size, shapes.max_width > 0
         shapes = replace(shapes, most_written_reads=1)
@@ -51,8 +52,7 @@ class EagleRunner(DraftRunner):
         self._private_tables[:, 0] = columns - 1
         self._sequences = torch.arange(n, dtype=torch.int32, device=self.device)
         self._before = torch.zeros((n, width), dtype=head.dtype, device=self.device)  # see `_copy_inputs`
-        another = head.eagle.norm_before_residual or head.eagle.norm_output  # the stream is new after each step
-        carried = 0.0 if another else CARRIED
+        carried = CARRIED if head.adds else 0.0
         powers = [[carried**place] for place in range(shapes.reads)]
         self._carry = torch.tensor(powers, dtype=head.dtype, device=self.device)
 
@@ -121,5 +121,5 @@ def private_blocks(lookahead: int, block_size: int) -> int:
     return -(-(block_size + lookahead) // block_size)
 
 
-class EagleModel(DraftSource):
+class HeadModel(DraftSource):
     """A head in place of a draft model. It has no KV bookkeeping: its KV is in the target's blocks."""
