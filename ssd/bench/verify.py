@@ -103,16 +103,10 @@ def _speculation(config: BenchConfig) -> SpeculationConfig:
     speculation = SpeculationConfig.of({**config.speculation, "mode": "auto", "draft": config.draft})
     if speculation.draft_model is None:
         return speculation
-    draft = open_feature_draft(speculation.draft_model) if speculation.draft_model != MTP else None
+    draft = None if speculation.draft_model == MTP else open_feature_draft(speculation.draft_model)
     device, ranks = resolve_device(config.engine.get("device", "auto")), config.engine.get("tensor_parallel_size", 1)
-    head = draft is not None or speculation.draft_model == MTP
-    ssd = placed(
-        replace(speculation, mode="ssd"),
-        device,
-        head=head,
-        prepares=not isinstance(draft, BlockCheckpoint),
-        ranks=ranks,
-    )
+    head, prepares = speculation.draft_model == MTP or draft is not None, not isinstance(draft, BlockCheckpoint)
+    ssd = placed(replace(speculation, mode="ssd"), device, head=head, prepares=prepares, ranks=ranks)
     return replace(ssd, mode="auto")
 
 
