@@ -63,9 +63,11 @@ LAYER: Final = ((125.0, 30e-6), (218.0, 26e-6), (436.0, 19e-6), (975.0, 18e-6))
 # What one kernel for a draft's whole step saves, by rows: docs/performance.md (*Drafts*).
 WHOLE_STEP: Final = ((1.0, 300e-6), (16.0, 160e-6))
 SUM: Final = 5e-6  # seconds of each sum over ranks, beside its bytes: docs/scaling.md
+MESSAGE: Final = 4 << 20  # bytes that take as long as one more message: ssd/parallel/tensor.py
 SHARED: Final = 0.70  # speed of a draft that prepares beside the verification on its GPU: ssd-one-gpu.json
+DENSE_ROWS: Final = 32  # a draft in int8 beside its target computes more rows in bf16: docs/algorithm.md
 FAN_OUT: Final = 0.45  # misses are branches ** -FAN_OUT: docs/scaling.md, draft-apart.json
-SPREAD: Final = 0.5  # deviation of the sequences' log-odds of acceptance: draft-apart-batches.json
+SPREAD: Final = 0.6  # deviation of the sequences' log-odds of acceptance: draft-apart-batches.json
 RESERVED: Final = 2.0  # GiB of a GPU for activations, graphs and the driver's context: an estimate
 
 
