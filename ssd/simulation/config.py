@@ -24,7 +24,10 @@ class SimulationConfig:
     model: str
     draft: str | None = option(None, "Draft model, named as MODEL is; eagle: an EAGLE-3 head.")
     modes: tuple[str, ...] = option(
-        MODES, "Modes to simulate, separated by commas; ratios are to the first.", flags=("--compare",), listed=True
+        (),
+        "Modes, separated by commas: ar, sd, ssd; ratios are to the first. Left out: ar, and with a draft all.",
+        flags=("--compare",),
+        listed=True,
     )
     gpu: str = option("h200", f"GPU type: {', '.join(GPUS)}.", pattern=_GPU, expects=_EXPECTS)
     draft_gpu: str | None = option(
@@ -37,7 +40,9 @@ class SimulationConfig:
     placement: Literal["process", "stream"] = option(
         "process", "SSD's draft: on GPUs of its own (process), or beside the verification on the target's (stream)."
     )
-    draft_replicas: int = option(1, "Draft models of an engine, each on a GPU, that share the outcomes.", least=1, most=4)
+    draft_replicas: int = option(
+        1, "Draft models of an engine, each on a GPU, that share the outcomes.", least=1, most=4
+    )
     shared_drafts: int = option(0, "Draft servers that all engines share; 0: every engine has its own.", least=0)
     batch: int = option(1, "Sequences of an engine at the same time.", least=1)
     rate: float | None = option(
@@ -51,7 +56,7 @@ class SimulationConfig:
     k: int = option(K_DEFAULT, "Draft tokens per round.", least=1, most=64)
     accept: str | None = option(
         None,
-        "How many draft tokens are accepted: 3.5 for the mean number of tokens of a round, or rates by position such as "
+        "How many draft tokens are accepted: 3.5 for the mean tokens of a round, or rates by position such as "
         "0.9,0.8,0.7; 0.8: that rate at every position. `ssd bench` measures it.",
         pattern=rates.PATTERN,
         expects=rates.EXPECTS,
@@ -63,9 +68,12 @@ class SimulationConfig:
         least=0,
         most=1,
     )
-    budget: int = option(16, "ssd: branches of a sequence that one draft model prepares, at most 256 of a batch.", least=1)
+    budget: int = option(
+        16, "ssd: branches of a sequence that one draft model prepares, at most 256 of a batch.", least=1
+    )
     backup: Literal["auto", "jit", "fast"] = option(
-        "auto", "ssd, after a miss: wait for a draft (jit), take a sibling's (fast, of which nothing is accepted), or either."
+        "auto",
+        "ssd, after a miss: wait for a draft (jit), take a sibling's (fast, of which nothing is accepted), or either.",
     )
     draft_step_ms: float | None = option(
         None, "Measured time of a step of the draft, whatever its rows; left out: by its size.", above=0
@@ -80,8 +88,9 @@ class SimulationConfig:
 
     def __post_init__(self) -> None:
         validate(self)
+        object.__setattr__(self, "modes", self.modes or (MODES if self.draft else MODES[:1]))
         wrong = next((mode for mode in self.modes if mode not in MODES), None)
-        if wrong is not None or not self.modes:
+        if wrong is not None:
             raise ConfigError(f"compare={','.join(self.modes)!r}: must be some of {', '.join(MODES)}")
         if self.drafts and self.draft is None:
             raise ConfigError("draft: sd and ssd need a draft: name one with --draft, or compare ar only")

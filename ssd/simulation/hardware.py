@@ -58,7 +58,7 @@ FORMATS: Final[Mapping[str, Format]] = {
 COPY: Final = 0.883  # of the data sheet's bandwidth: 4.24 of 4.8 TB/s, experts-models.json
 KV: Final = 0.85  # share of a copy at which attention reads KV: vllm-8b.json, contexts of 300 and 16k tokens
 # Seconds of a layer beside its products' reading (launches, attention, norms), by the MB of weights that it reads.
-# Draft models: docs/performance.md (*Drafts*); 8B in fp8 and bf16: vllm-8b-fp8.json, vllm-8b.json; 32B: ssd-one-gpu.json
+# Drafts: docs/performance.md; 8B in fp8 and bf16: vllm-8b-fp8.json, vllm-8b.json; 32B: ssd-one-gpu.json.
 LAYER: Final = ((125.0, 30e-6), (218.0, 26e-6), (436.0, 19e-6), (975.0, 18e-6))
 # What one kernel for a draft's whole step saves, by rows: docs/performance.md (*Drafts*).
 WHOLE_STEP: Final = ((1.0, 300e-6), (16.0, 160e-6))

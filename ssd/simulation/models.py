@@ -72,6 +72,10 @@ class Model:
         embedding = 0 if self.config.tie_embeddings and not self.rounded_head else self.head_weights * 2
         return self.read_bytes(1e9) + embedding
 
+    def gpu_bytes(self, ranks: int, sequences: int = 0, length: int = 0) -> float:
+        """What one rank keeps: weights, and KV of sequences of this length."""
+        return self.weight_bytes / ranks + sequences * self.kv_bytes(length, ranks)
+
     def kv_bytes(self, context: float, ranks: int = 1) -> float:
         """KV of a sequence of so many tokens, on one rank."""
         total = 0.0
@@ -104,7 +108,7 @@ class _Head(Model):
 
 
 def eagle_head(target: Model) -> Model:
-    layer = next(each for each in target.config.layers)
+    layer = target.config.layers[0]
     own = DecoderConfig("eagle", _EAGLE_VOCABULARY, target.config.hidden_size, (layer,), target.config.max_position)
     return _Head(EAGLE, own)
 
@@ -118,9 +122,6 @@ def open_model(name: str, field: str = "model", *, draft: bool = False) -> Model
     if form not in FORMATS:
         named, form = name, ""
     shape = named.rpartition("@")[2] if named.startswith("graft:") else named
-    shape, _, inner = shape.partition(":") if shape not in SHAPES and shape.partition(":")[0] in SHAPES else (shape, "", "")
-    if inner:
-        raise ConfigError(f"{field}={name!r}: {inner!r} is no format: use {', '.join(FORMATS)}")
     if shape in SHAPES:
         config, stored = SHAPES[shape], "mxfp4" if SHAPES[shape].family == "gpt_oss" else "bf16"
     else:
@@ -139,24 +140,21 @@ def _config_file(name: str, field: str) -> Path:
         close = get_close_matches(name.lower(), SHAPES, n=1)
         meant = f"did you mean {close[0]}? Else " if close else ""
         raise ModelNotFound(
-            f"{field}={name!r}: no shape, no config.json, and no model in a local cache: {meant}use one of "
-            f"{', '.join(SHAPES)}, or the path of a config.json"
+            f"{field}={name!r} is no shape, no config.json and no model in a local cache: {meant}use one of "
+            f"{', '.join(SHAPES)}, with or without a format (:{', :'.join(FORMATS)}), or a config.json"
         )
     return found
 
 
 def _stored_format(raw: dict[str, Any], field: str) -> str:
     """The format that a `quantization_config` says, as far as it decides speed: bits of the weights, and of rows."""
-    stored = raw.get("quantization_config") or raw.get("compression_config")
-    if not stored:
-        return "bf16"
-    groups = stored.get("config_groups")
-    if groups:
-        [group, *_] = groups.values()
+    stored = raw.get("quantization_config") or raw.get("compression_config") or {}
+    for group in (stored.get("config_groups") or {}).values():
         bits, rows = (group.get("weights") or {}).get("num_bits"), group.get("input_activations")
         return "int4" if bits == 4 else "fp8_dynamic" if rows else "fp8"
-    method = _METHODS.get(str(stored.get("quant_method")))
-    if method is None:
-        known = ", ".join(FORMATS)
-        raise ConfigError(f"{field}: quant_method={stored.get('quant_method')!r} is not known: add :FORMAT, {known}")
-    return method
+    method = str(stored.get("quant_method"))
+    if stored and method not in _METHODS:
+        raise ConfigError(
+            f"{field}: quant_method={method!r} is not known here: write NAME:FORMAT, {', '.join(FORMATS)}"
+        )
+    return _METHODS.get(method, "bf16")

@@ -1,7 +1,7 @@
 """Rounds of engines as discrete events: verifications, drafts, preparations, misses, arrivals.
 
 Times of steps come in as functions of rows, acceptance as rates by position, hits as a rate. Knows nothing of models
-and GPUs. A draft server with waiting work takes all of it in one run, as the engine batches branches.
+and GPUs.
 """
 
 from __future__ import annotations
@@ -18,64 +18,76 @@ from statistics import NormalDist
 from typing import Literal
 
 Mode = Literal["ar", "sd", "ssd"]
+Backup = Literal["auto", "jit", "fast"]
 Step = Callable[[int, int], float]  # seconds of a step of so many rows, of so many sequences
+_MOST_BRANCHES = 256  # of a batch, as in the engine
 
 
 @dataclass(frozen=True)
-class Times:
-    """Seconds of everything that a round consists of."""
-
-    verify: Step
-    draft: Step  # that the target waits for, on the GPU of its own or the target's
-    prepare: Step  # of branches
-    beside: Step | None  # SSD on one GPU: what a step of a preparation adds to a verification; None: a GPU of its own
-    prefill: float = 0.0  # of one prompt
-    link: float = 0.0  # a message between target and draft, one way
-
-
-@dataclass(frozen=True)
-class Load:
-    """What is decoded. `rate` None: an engine always has `batch` sequences; else arrivals a second of all engines."""
-
-    batch: int
-    tokens: int  # of an answer
-    requests: int | None = None  # None: a fixed number of rounds, of batches that are always full
-    rate: float | None = None
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How rounds are drafted and decided."""
+class Setup:
+    """What is decoded, how, and how long each part takes."""
 
     mode: Mode
-    k: int
-    rates: Seq[float]  # by position: probability that a draft token is accepted if those before it are
-    hits: float
-    budget: int
-    backup: Literal["jit", "fast", "auto"] = "auto"
+    verify: Step
+    draft: Step  # of the draft model, whether the target waits for it or not
+    beside: Step | None = None  # SSD on one GPU: what a step of the draft adds to a verification; None: servers
+    k: int = 0
+    rates: Seq[float] = ()  # by position: probability that a draft token is accepted if those before it are
     spread: float = 0.0  # deviation of the sequences' log-odds of acceptance
+    hits: float = 0.0
+    budget: int = 16
+    backup: Backup = "auto"
+    link: float = 0.0  # seconds of a message between target and draft, one way
+    prefill: float = 0.0  # seconds of a prompt
+    batch: int = 1
+    tokens: int = 128  # of an answer
+    requests: int | None = None  # None: full batches for a fixed number of rounds; with `rate`: 200
+    rate: float | None = None  # arrivals a second; None: all at once
+    engines: int = 1
+    servers: int = 1
+    seed: int = 0
+
+    def tokens_per_round(self, odds: float) -> float:
+        """Over the rounds of sequences of equal lengths, whose log-odds are shifted by `odds` on average."""
+        each = (_shifted(self.rates, odds + self.spread * NormalDist().inv_cdf((i + 0.5) / 32)) for i in range(32))
+        return 32 / sum(1 / _mean(rates) for rates in each)
+
+    def centre(self) -> float:
+        """The shift with which rounds have as many tokens as if all sequences were alike."""
+        low, high, wanted = -2.0, 2.0, _mean(self.rates)
+        for _ in range(30):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.tokens_per_round(middle) < wanted else (low, middle)
+        return low
+
+
+def _mean(rates: Seq[float]) -> float:
+    return 1 + sum(math.prod(rates[: i + 1]) for i in range(len(rates)))
+
+
+def _shifted(rates: Seq[float], odds: float) -> list[float]:
+    return [rate if rate in (0.0, 1.0) else 1 / (1 + (1 / rate - 1) * math.exp(-odds)) for rate in rates]
 
 
 @dataclass(eq=False)
-class Sequence:
-    """A request in the simulation."""
+class Request:
+    """A sequence in the simulation. Its draws are its own, so that modes see the same acceptance."""
 
     arrived: float
     left: int  # tokens
     rates: list[float]
-    draws: random.Random
-    hit_draws: random.Random
+    accepts: random.Random
+    hits: random.Random
     prompted: bool  # its prompt has been read
-    drafted: bool = True  # its draft is as good as any; not: a sibling's, taken after a miss
+    drafted: bool = True  # False: its draft is a sibling's, taken after a miss
     first: float = math.nan
     ended: float = math.nan
 
-    def decide(self, rules: Rules) -> int:
+    def decide(self) -> int:
         """Tokens of a round: the accepted ones, and the target's own."""
         accepted = 0
-        if rules.mode != "ar" and self.drafted:
-            while accepted < rules.k and self.draws.random() < self.rates[accepted]:
-                accepted += 1
+        while self.drafted and accepted < len(self.rates) and self.accepts.random() < self.rates[accepted]:
+            accepted += 1
         return min(self.left, accepted + 1)
 
 
@@ -87,11 +99,8 @@ class Clock:
         self._order = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
 
-    def at(self, time: float, event: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (time, next(self._order), event))
-
     def after(self, seconds: float, event: Callable[[], None]) -> None:
-        self.at(self.now + seconds, event)
+        heapq.heappush(self._events, (self.now + seconds, next(self._order), event))
 
     def run(self) -> None:
         while self._events:
@@ -102,35 +111,30 @@ class Clock:
         self._events.clear()
 
 
-@dataclass
 class DraftServer:
-    """A draft model on hardware of its own. It runs all waiting work at once: the steps of the longest, all rows."""
+    """A draft model on hardware of its own. It runs all waiting work at once: all rows, the steps of the longest."""
 
-    clock: Clock
-    busy: float = 0.0  # seconds
-    _waiting: list[tuple[Step, int, int, int, Callable[[], None]]] = field(default_factory=list)
-    _running: bool = False
+    def __init__(self, clock: Clock, step: Step) -> None:
+        self.clock, self.step, self.busy = clock, step, 0.0
+        self._waiting: list[tuple[int, int, int, Callable[[], None]]] = []
+        self._running = False
 
-    def submit(self, step: Step, steps: int, rows: int, sequences: int, done: Callable[[], None]) -> None:
-        self._waiting.append((step, steps, rows, sequences, done))
+    def submit(self, steps: int, rows: int, sequences: int, done: Callable[[], None]) -> None:
+        self._waiting.append((steps, rows, sequences, done))
         if not self._running:
             self._running = True
-            self.clock.at(self.clock.now, self._run)  # what is submitted at the same time is in the same run
+            self.clock.after(0.0, self._run)  # what is submitted at the same time is in the same run
 
     def _run(self) -> None:
         taken, self._waiting = self._waiting, []
-        rows, sequences = sum(each[2] for each in taken), sum(each[3] for each in taken)
-        seconds = max(steps * step(rows, sequences) for step, steps, _, _, _ in taken)
-        self.busy += seconds
-
-        def end() -> None:
-            for *_, done in taken:
-                done()
-            self._running = bool(self._waiting)
-            if self._running:
-                self._run()
-
-        self.clock.after(seconds, end)
+        self._running = bool(taken)
+        if taken:
+            steps, rows, sequences, done = zip(*taken, strict=True)
+            seconds = max(steps) * self.step(sum(rows), sum(sequences))
+            self.busy += seconds
+            for each in done:
+                self.clock.after(seconds, each)
+            self.clock.after(seconds, self._run)
 
 
 @dataclass
@@ -138,224 +142,170 @@ class Totals:
     """What all engines have done."""
 
     rounds: int = 0
+    round_seconds: float = 0.0
+    sequence_seconds: float = 0.0  # of rounds, times their sequences
+    verify_seconds: float = 0.0
     tokens: int = 0
     decided: int = 0  # rounds of single sequences
     look_ups: int = 0
     hits: int = 0
-    round_seconds: float = 0.0
-    sequence_seconds: float = 0.0  # of rounds, times their sequences
-    in_system: float = 0.0  # integral of the number of sequences that have arrived and not ended, over time
-    ended: list[Sequence] = field(default_factory=list)
+    ended: list[Request] = field(default_factory=list)
 
 
 class Engine:
     """One target, and the rounds of its batch."""
 
     def __init__(self, world: World, server: DraftServer) -> None:
-        self.world, self.clock, self.server = world, world.clock, server
-        self.running: list[Sequence] = []
-        self.waiting: deque[Sequence] = deque()
-        self.busy = 0.0  # seconds of verifications
-        self.idle = True
-        self._parts = self._count = 0  # of the round: what it waits for, its sequences
-        self._began = self._seconds = 0.0
+        self.world, self.setup, self.clock, self.server = world, world.setup, world.clock, server
+        self.running: list[Request] = []
+        self.waiting: deque[Request] = deque()
+        self._idle = True
+        self._began = self._seconds = 0.0  # of the round; without waiting for drafts
+        self._pending = 0  # verification and preparation
 
     @property
     def load(self) -> int:
         return len(self.running) + len(self.waiting)
 
-    def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
-        if self.idle:
-            self.idle = False
-            self.clock.at(self.clock.now, self.start)
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+        if self._idle:
+            self._idle = False
+            self.clock.after(0.0, self._start)
 
-    def start(self) -> None:
-        """A round of everything that runs, with the prompts of what is new. SD writes its drafts first."""
-        rules, times = self.world.rules, self.world.times
-        while self.waiting and len(self.running) < self.world.load.batch:
+    def _start(self) -> None:
+        """A round of all that runs, with the prompts of what is new."""
+        setup = self.setup
+        while self.waiting and len(self.running) < setup.batch:
             self.running.append(self.waiting.popleft())
-        self.idle = not self.running
-        if self.idle:
+        count = len(self.running)
+        self._idle = not count
+        if self._idle:
             return
-        count = self._count = len(self.running)
-        drafting = rules.k * times.draft(count, count) if rules.mode == "sd" else 0.0
-        verifying = times.verify(count * (1 if rules.mode == "ar" else rules.k + 1), count)
-        verifying += times.prefill * sum(not each.prompted for each in self.running)
-        self.busy += verifying
-        branches = self.world.branches(count)
-        self._parts = 1
-        if rules.mode == "ssd" and times.beside is not None:
-            drafting = (rules.k + 1) * times.beside(branches, count)
-        elif rules.mode == "ssd":
-            self._parts = 2
-            work = (times.prepare, rules.k + 1, branches, count, self._back)
-            self.clock.after(times.link, lambda: self.server.submit(*work))
+        verifying = setup.verify(count * (setup.k + 1), count)
+        verifying += setup.prefill * sum(not each.prompted for each in self.running)
+        self.world.totals.verify_seconds += verifying
+        branches, drafting = max(count, min(count * setup.budget, _MOST_BRANCHES)), 0.0
+        self._pending = 1
+        if setup.mode == "sd":
+            drafting = setup.k * setup.draft(count, count)
+        elif setup.mode == "ssd" and setup.beside is not None:
+            drafting = (setup.k + 1) * setup.beside(branches, count)
+        elif setup.mode == "ssd":
+            self._pending = 2
+            self._ask(setup.k + 1, branches, count, self._part)
         self._began, self._seconds = self.clock.now, drafting + verifying
         self.clock.after(self._seconds, self._part)
 
-    def _back(self) -> None:
-        self.clock.after(self.world.times.link, self._part)
+    def _ask(self, steps: int, rows: int, sequences: int, then: Callable[[], None]) -> None:
+        """Work of the server, with a message there and one back."""
+        link = self.setup.link
+        work = (steps, rows, sequences, lambda: self.clock.after(link, then))
+        self.clock.after(link, lambda: self.server.submit(*work))
 
     def _part(self) -> None:
-        """Verification or preparation has ended; what is decided goes on when both have."""
-        self._parts -= 1
-        if not self._parts:
+        self._pending -= 1
+        if not self._pending:
             self._decide()
 
     def _decide(self) -> None:
-        world, rules = self.world, self.world.rules
-        decided = [(each, each.decide(rules)) for each in self.running]
-        for sequence, tokens in decided:
-            world.account(sequence, tokens)
+        """Accepts, looks drafts up, and waits for those that are missing if that pays."""
+        setup, totals, count = self.setup, self.world.totals, len(self.running)
+        for request in self.running:
+            self.world.account(request)
         self.running = [each for each in self.running if each.left]
-        world.refill(self)
-        for each in self.running:
-            each.drafted = rules.mode != "ssd" or each.hit_draws.random() < rules.hits
+        self.world.refill(self)
+        for request in self.running:
+            request.drafted = setup.mode != "ssd" or request.hits.random() < setup.hits
         misses = sum(not each.drafted for each in self.running)
-        world.totals.look_ups += len(self.running)
-        world.totals.hits += len(self.running) - misses
-        world.totals.rounds += 1
-        if world.over:
-            self.clock.stop()
-        elif misses and self._waiting_pays(misses):
-            for each in self.running:
-                each.drafted = True
-            self._write(misses)
-        else:
-            self._end()
+        totals.look_ups += len(self.running)
+        totals.hits += len(self.running) - misses
 
-    def _end(self) -> None:
-        seconds = self.clock.now - self._began
-        self.world.totals.round_seconds += seconds
-        self.world.totals.sequence_seconds += self._count * seconds
-        self.start()
+        def end() -> None:
+            totals.rounds += 1
+            totals.round_seconds += self.clock.now - self._began
+            totals.sequence_seconds += count * (self.clock.now - self._began)
+            if self.world.over:
+                self.clock.stop()
+            else:
+                self._start()
+
+        if not misses or not self._waiting_pays(misses):
+            end()
+            return
+        for request in self.running:
+            request.drafted = True
+        if setup.beside is None:
+            self._ask(setup.k, misses, misses, end)
+        else:
+            self.clock.after(setup.k * setup.draft(misses, misses), end)
 
     def _waiting_pays(self, misses: int) -> bool:
         """The engine's own rule (docs/algorithm.md, *After a miss*), with one token after a sibling's draft."""
-        rules, times = self.world.rules, self.world.times
-        if rules.backup != "auto":
-            return rules.backup == "jit"
-        full = self.world.tokens_per_round
-        return misses * (full - 1) * self._seconds > len(self.running) * full * rules.k * times.draft(misses, misses)
-
-    def _write(self, misses: int) -> None:
-        """Drafts of those that missed, while all wait."""
-        times, k = self.world.times, self.world.rules.k
-
-        def written() -> None:
-            self.clock.after(times.link, self._end)
-
-        if times.beside is not None:
-            self.clock.after(k * times.draft(misses, misses), self._end)
-            return
-        self.clock.after(times.link, lambda: self.server.submit(times.draft, k, misses, misses, written))
+        setup, full = self.setup, self.world.tokens_per_round
+        if setup.backup != "auto":
+            return setup.backup == "jit"
+        waiting = setup.k * setup.draft(misses, misses)
+        return misses * (full - 1) * self._seconds > len(self.running) * full * waiting
 
 
 class World:
     """Engines with their draft servers under a load, from the first event to the last."""
 
-    def __init__(
-        self, times: Times, load: Load, rules: Rules, engines: int = 1, servers: int | None = None, seed: int = 0
-    ) -> None:
-        self.times, self.load, self.rules, self.seed = times, load, rules, seed
-        self.clock, self.totals = Clock(), Totals()
-        self.servers = [DraftServer(self.clock) for _ in range(servers or engines)]
-        self.engines = [Engine(self, self.servers[i % len(self.servers)]) for i in range(engines)]
-        self._made, self._changed, self._inside = 0, 0.0, 0
-        self._odds = _centred(rules)
-        self.tokens_per_round = _harmonic(rules, self._odds)
-        # A fixed number of rounds: enough for means, not more than a second takes.
-        self._rounds = engines * max(60, min(2000, 40000 // (load.batch * engines)))
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.clock, self.totals, self._made = setup, Clock(), Totals(), 0
+        self.servers = [DraftServer(self.clock, setup.draft) for _ in range(setup.servers)]
+        self.engines = [Engine(self, self.servers[i % setup.servers]) for i in range(setup.engines)]
+        self._odds = setup.centre()
+        self.tokens_per_round = setup.tokens_per_round(self._odds)
+        # Enough rounds for means, and not more than a second takes.
+        self._rounds = setup.engines * max(60, min(2000, 40000 // (setup.batch * setup.engines)))
 
     def run(self) -> None:
-        if self.load.rate is not None:
-            arrivals = random.Random(f"arrivals {self.seed}")
-            time = 0.0
-            for _ in range(self.load.requests or 200):
-                time += arrivals.expovariate(self.load.rate)
-                self.clock.at(time, self._arrive)
-        else:
+        if self.setup.rate is None:
             for engine in self.engines:
                 self.refill(engine)
+        else:
+            arrivals, time = random.Random(f"arrivals {self.setup.seed}"), 0.0
+            for _ in range(self.setup.requests or 200):
+                time += arrivals.expovariate(self.setup.rate)
+                self.clock.after(time, self._arrive)
         self.clock.run()
-        self._integrate(0)
 
     @property
     def over(self) -> bool:
-        return self.load.requests is None and self.load.rate is None and self.totals.rounds >= self._rounds
-
-    def branches(self, sequences: int) -> int:
-        """Of a batch: at most 256, or one for each sequence."""
-        return max(sequences, min(sequences * self.rules.budget, 256))
+        return self.setup.requests is None and self.setup.rate is None and self.totals.rounds >= self._rounds
 
     def refill(self, engine: Engine) -> None:
-        """Without arrivals, batches are full: with sequences at all places of their texts, or whole ones if a number
-        of requests is asked for."""
-        requests = self.load.requests
-        while self.load.rate is None and engine.load < self.load.batch and (requests is None or self._made < requests):
-            left = self.load.tokens
-            if requests is None and not self.totals.rounds:
-                left = 1 + left * engine.load // self.load.batch
-            engine.add(self._make(left, prompted=True))
+        """Fills a batch, if requests do not arrive. Full batches begin with sequences at all places of their texts."""
+        setup = self.setup
+        while setup.rate is None and engine.load < setup.batch and self._made < (setup.requests or math.inf):
+            begins = setup.requests is None and not self.totals.rounds
+            engine.add(self._make(1 + setup.tokens * engine.load // setup.batch if begins else setup.tokens, True))
 
-    def account(self, sequence: Sequence, tokens: int) -> None:
-        sequence.prompted = True
-        sequence.left -= tokens
+    def account(self, request: Request) -> None:
+        """One round of a request."""
+        tokens = request.decide()
         self.totals.tokens += tokens
         self.totals.decided += 1
-        if math.isnan(sequence.first):
-            sequence.first = self.clock.now
-        if not sequence.left:
-            sequence.ended = self.clock.now
-            self.totals.ended.append(sequence)
-            self._integrate(-1)
+        request.left -= tokens
+        if math.isnan(request.first):
+            request.prompted, request.first = True, self.clock.now
+        if not request.left:
+            request.ended = self.clock.now
+            self.totals.ended.append(request)
 
     def _arrive(self) -> None:
-        engine = min(self.engines, key=lambda each: each.load)
-        engine.add(self._make(self.load.tokens, prompted=False))
+        min(self.engines, key=lambda each: each.load).add(self._make(self.setup.tokens, False))
 
-    def _make(self, tokens: int, *, prompted: bool) -> Sequence:
-        """Sequences differ in how well they can be drafted: evenly spread quantiles, in an order that mixes them."""
+    def _make(self, tokens: int, prompted: bool) -> Request:
+        """Requests differ in how well they can be drafted: evenly spread quantiles, in an order that mixes them."""
         self._made += 1
-        self._integrate(1)
-        odds = self._odds + self.rules.spread * NormalDist().inv_cdf(_mixed(self._made))
-        draws = (random.Random(f"{kind} {self.seed} {self._made}") for kind in ("accepted", "hit"))
-        return Sequence(self.clock.now, tokens, _shifted(self.rules.rates, odds), *draws, prompted)
-
-    def _integrate(self, change: int) -> None:
-        self.totals.in_system += self._inside * (self.clock.now - self._changed)
-        self._changed, self._inside = self.clock.now, self._inside + change
+        odds = self._odds + self.setup.spread * NormalDist().inv_cdf(_mixed(self._made))
+        draws = (random.Random(f"{kind} {self.setup.seed} {self._made}") for kind in ("accepts", "hits"))
+        return Request(self.clock.now, tokens, _shifted(self.setup.rates, odds), *draws, prompted)
 
 
 def _mixed(number: int) -> float:
     """The van der Corput sequence in base 2: 1/2, 1/4, 3/4, 1/8, …"""
-    found, part = 0.0, 0.5
-    while number:
-        found, number, part = found + part * (number & 1), number >> 1, part / 2
-    return found
-
-
-def _shifted(rates: Seq[float], odds: float) -> list[float]:
-    return [rate if rate in (0.0, 1.0) else 1 / (1 + (1 / rate - 1) * math.exp(-odds)) for rate in rates]
-
-
-def _mean(rates: Seq[float]) -> float:
-    return 1 + sum(math.prod(rates[: i + 1]) for i in range(len(rates)))
-
-
-def _harmonic(rules: Rules, odds: float) -> float:
-    """Tokens of a round, over the rounds of sequences of equal lengths."""
-    if rules.mode == "ar":
-        return 1.0
-    each = (odds + rules.spread * NormalDist().inv_cdf((i + 0.5) / 32) for i in range(32))
-    return 32 / sum(1 / _mean(_shifted(rules.rates, own)) for own in each)
-
-
-def _centred(rules: Rules) -> float:
-    """Log-odds to add to all rates, so that rounds have the mean that they would have if all sequences were alike."""
-    low, high, wanted = -2.0, 2.0, _mean(rules.rates)
-    for _ in range(30):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _harmonic(rules, middle) < wanted else (low, middle)
-    return low
+    return int(f"{number:b}"[::-1], 2) / (1 << number.bit_length())

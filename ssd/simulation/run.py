@@ -12,20 +12,18 @@ from ssd.models.repository import gib
 from ssd.simulation.config import SimulationConfig
 from ssd.simulation.hardware import DENSE_ROWS, FAN_OUT, GPUS, RESERVED, SHARED, SPREAD
 from ssd.simulation.models import EAGLE, Model, eagle_head, open_model
-from ssd.simulation.rounds import Load, Mode, Rules, Step, Times, World
+from ssd.simulation.rounds import Mode, Setup, Step, World
 from ssd.simulation.steps import Steps
 
-_GIB = 2.0**30
 _DEGREES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a simulation gives. Shares are those of the time; latencies are in seconds."""
+    """What a simulation gives."""
 
     mode: Mode
     gpus: int
-    engines: int
     tokens_per_second: float  # of all engines
     ratio: float  # to the first mode
     tokens_per_second_per_gpu: float
@@ -33,22 +31,13 @@ class Figures:
     round_ms: float
     verification_ms: float
     hits: float | None
-    token_ms: float  # of a sequence, between two tokens, on average
-    latency_50: float | None  # of whole requests, with --rate or --requests
+    token_ms: float  # from one token of a sequence to the next
+    latency_50: float | None  # seconds of whole requests, with --rate or --requests
     latency_99: float | None
     first_token_50: float | None  # with --rate
-    target_busy: float
-    draft_busy: float | None  # of servers with GPUs of their own
+    target_busy: float  # share of the time
+    draft_busy: float | None  # of draft servers
     cost: float | None  # of a million tokens
-
-
-def simulate(config: SimulationConfig) -> list[Figures]:
-    """All modes of a point."""
-    found: list[Figures] = []
-    for mode in config.modes:
-        each = _figures(config, mode)  # type: ignore[arg-type]
-        found.append(replace(each, ratio=each.tokens_per_second / (found or [each])[0].tokens_per_second))
-    return found
 
 
 def sweep(config: SimulationConfig, values: dict[str, list[Any]]) -> Iterator[tuple[dict[str, Any], list[Figures]]]:
@@ -56,87 +45,96 @@ def sweep(config: SimulationConfig, values: dict[str, list[Any]]) -> Iterator[tu
     if not values:
         yield {}, simulate(config)
         return
-    (name, own), others = next(iter(values.items())), dict(list(values.items())[1:])
+    (name, own), *others = values.items()
     for value in own:
-        for point, found in sweep(replace(config, **{name: value}), others):
+        for point, found in sweep(replace(config, **{name: value}), dict(others)):
             yield {name: value, **point}, found
+
+
+def simulate(config: SimulationConfig) -> list[Figures]:
+    """All modes of a point."""
+    found = [_figures(config, mode) for mode in config.modes]
+    return [replace(each, ratio=each.tokens_per_second / found[0].tokens_per_second) for each in found]
 
 
 def _figures(config: SimulationConfig, mode: Mode) -> Figures:
     engines, servers, draft_gpus = _layout(config, mode)
-    world = World(_times(config, mode), Load(config.batch, config.tokens, config.requests, config.rate), _rules(config, mode), engines, servers, config.seed)
+    world = World(_setup(config, mode, engines, servers))
     world.run()
     seconds, totals, target_gpus = world.clock.now, world.totals, engines * config.tensor_parallel_size
-    speed = totals.tokens / seconds
-    hourly = (config.price or 0.0) * target_gpus + (config.draft_price or config.price or 0.0) * draft_gpus
-    latencies = sorted(each.ended - each.arrived for each in totals.ended)
-    firsts = sorted(each.first - each.arrived for each in totals.ended)
-    whole = config.rate is not None or config.requests is not None
+    speed, gpus = totals.tokens / seconds, target_gpus + draft_gpus
+    price = config.price or 0.0
+    hourly = price * target_gpus + (config.draft_price or price) * draft_gpus
+    whole = totals.ended if config.rate is not None or config.requests is not None else []
     return Figures(
         mode,
-        target_gpus + draft_gpus,
-        engines,
+        gpus,
         tokens_per_second=speed,
         ratio=1.0,
-        tokens_per_second_per_gpu=speed / (target_gpus + draft_gpus),
+        tokens_per_second_per_gpu=speed / gpus,
         tokens_per_round=totals.tokens / totals.decided,
         round_ms=1e3 * totals.round_seconds / totals.rounds,
-        verification_ms=1e3 * sum(each.busy for each in world.engines) / totals.rounds,
+        verification_ms=1e3 * totals.verify_seconds / totals.rounds,
         hits=totals.hits / totals.look_ups if mode == "ssd" and totals.look_ups else None,
         token_ms=1e3 * totals.sequence_seconds / totals.tokens,
-        latency_50=_percentile(latencies, 50) if whole else None,
-        latency_99=_percentile(latencies, 99) if whole else None,
-        first_token_50=_percentile(firsts, 50) if config.rate is not None else None,
-        target_busy=sum(each.busy for each in world.engines) / engines / seconds,
-        draft_busy=sum(each.busy for each in world.servers) / len(world.servers) / seconds if draft_gpus else None,
+        latency_50=_percentile([each.ended - each.arrived for each in whole], 50),
+        latency_99=_percentile([each.ended - each.arrived for each in whole], 99),
+        first_token_50=_percentile([each.first - each.arrived for each in whole if config.rate], 50),
+        target_busy=totals.verify_seconds / engines / seconds,
+        draft_busy=sum(each.busy for each in world.servers) / servers / seconds if draft_gpus else None,
         cost=hourly / 3600 / speed * 1e6 if config.price is not None else None,
     )
 
 
-def _percentile(ordered: list[float], percent: int) -> float:
-    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
+def _percentile(values: list[float], percent: int) -> float | None:
+    return sorted(values)[min(len(values) - 1, len(values) * percent // 100)] if values else None
 
 
 def _layout(config: SimulationConfig, mode: Mode) -> tuple[int, int, int]:
     """Engines, draft servers, and the GPUs that drafts have to themselves."""
-    ranks = config.tensor_parallel_size
-    apart = mode == "ssd" and config.placement == "process"
-    own = config.draft_replicas if apart and not config.shared_drafts else 0
-    shared = config.shared_drafts * config.draft_replicas if apart else 0
-    engines = 1 if config.gpus is None else (config.gpus - shared) // (ranks + own)
+    apart, shared = mode == "ssd" and config.placement == "process", config.shared_drafts
+    own = config.draft_replicas if apart and not shared else 0
+    common = config.draft_replicas * shared if apart else 0
+    each = config.tensor_parallel_size + own
+    engines = 1 if config.gpus is None else (config.gpus - common) // each
     if engines < 1:
-        raise ConfigError(f"gpus={config.gpus}: {mode} needs {ranks + own + shared} at least")
-    return engines, config.shared_drafts if shared else engines, engines * own + shared
+        raise ConfigError(f"gpus={config.gpus}: {mode} needs {each + common} at least")
+    return engines, shared if common else engines, engines * own + common
 
 
-def _rules(config: SimulationConfig, mode: Mode) -> Rules:
-    """Replicas share the outcomes: more branches, so fewer misses."""
-    more = config.draft_replicas**-FAN_OUT if config.placement == "process" else 1.0
-    hits = 1 - (1 - config.hits) * more
-    return Rules(mode, config.k, config.accepted, hits, config.budget, config.backup, SPREAD)
-
-
-def _times(config: SimulationConfig, mode: Mode) -> Times:
+def _setup(config: SimulationConfig, mode: Mode, engines: int, servers: int) -> Setup:
     target, draft = models_of(config)
-    gpu, own = GPUS[config.gpu], GPUS[config.draft_gpu or config.gpu]
+    apart = mode == "ssd" and config.placement == "process"
+    own = config.draft_gpu if apart and config.draft_gpu else config.gpu
     steps = functools.partial(Steps, context=_context(config), slowdown=_slowdown(config, target))
-    verify = steps(target, gpu, config.tensor_parallel_size)
-    prefill = verify.prefill(config.prompt) if config.rate is not None else 0.0
+    verify = steps(target, GPUS[config.gpu], config.tensor_parallel_size)
+    setup = Setup(
+        mode,
+        verify.seconds,
+        verify.seconds,
+        prefill=verify.prefill(config.prompt) if config.rate is not None else 0.0,
+        link=config.link_us / 1e6,
+        engines=engines,
+        servers=servers,
+        **{name: getattr(config, name) for name in ("batch", "tokens", "requests", "rate", "budget", "backup", "seed")},
+    )
     if mode == "ar" or draft is None:
         _check_fits(config, config.gpu, target)
-        return Times(verify.seconds, verify.seconds, verify.seconds, None, prefill)
-    apart = mode == "ssd" and config.placement == "process"
-    _check_fits(config, config.gpu, target, None if apart else draft)
+        return setup
     if apart:
-        _check_fits(config, config.draft_gpu or config.gpu, None, draft)
-    alone = steps(draft, own if apart else gpu, 1, alone=True)
-    write: Step = alone.seconds if config.draft_step_ms is None else functools.partial(_fixed, config.draft_step_ms / 1e3)
-    beside = _beside(alone, steps(_quantised(draft), gpu, 1)) if mode == "ssd" and not apart else None
-    return Times(verify.seconds, write, write, beside, prefill, config.link_us / 1e6)
-
-
-def _fixed(seconds: float, rows: int, sequences: int) -> float:
-    return seconds
+        _check_fits(config, own, draft)
+    _check_fits(config, config.gpu, target, *([] if apart else [draft]))
+    alone, measured = steps(draft, GPUS[own], 1, alone=True), config.draft_step_ms
+    more = config.draft_replicas**-FAN_OUT if apart else 1.0  # replicas share the outcomes: more branches
+    return replace(
+        setup,
+        k=config.k,
+        rates=config.accepted,
+        spread=SPREAD,
+        hits=1 - (1 - config.hits) * more,
+        draft=alone.seconds if measured is None else lambda rows, sequences: measured / 1e3,
+        beside=_beside(alone, steps(_quantised(draft), GPUS[own], 1)) if mode == "ssd" and not apart else None,
+    )
 
 
 def _beside(dense: Steps, quantised: Steps) -> Step:
@@ -161,6 +159,10 @@ def _slowdown(config: SimulationConfig, target: Model) -> float:
     return 1 / config.measured_ar / predicted
 
 
+def models_of(config: SimulationConfig) -> tuple[Model, Model | None]:
+    return _opened(config.model, config.draft)
+
+
 @functools.lru_cache(maxsize=64)
 def _opened(model: str, draft: str | None) -> tuple[Model, Model | None]:
     target = open_model(model)
@@ -169,49 +171,41 @@ def _opened(model: str, draft: str | None) -> tuple[Model, Model | None]:
     return target, eagle_head(target) if draft == EAGLE else open_model(draft, "draft", draft=True)
 
 
-def models_of(config: SimulationConfig) -> tuple[Model, Model | None]:
-    return _opened(config.model, config.draft)
-
-
-def gpu_bytes(model: Model, ranks: int, sequences: int, length: int) -> float:
-    """What one rank keeps: weights and KV."""
-    return model.weight_bytes / ranks + sequences * model.kv_bytes(length, ranks)
-
-
-def _check_fits(config: SimulationConfig, gpu: str, target: Model | None, draft: Model | None = None) -> None:
-    """What is on one GPU."""
-    length, ranks = config.prompt + config.tokens, config.tensor_parallel_size
-    if target is not None and not target.config.splits(ranks):
-        raise ConfigError(f"tensor_parallel_size={ranks}: {target.name} has no heads and MLPs to split so: use a divisor")
-    held = [(each, ranks if each is target else 1) for each in (target, draft) if each is not None]
-    needed = sum(gpu_bytes(each, split, config.batch, length) for each, split in held)
-    if needed > usable(gpu):
-        names = " and ".join(each.name for each, _ in held)
+def _check_fits(config: SimulationConfig, gpu: str, *models: Model) -> None:
+    """Refuses what one GPU does not hold, the target's share first. A draft is not split."""
+    length, target = config.prompt + config.tokens, models_of(config)[0]
+    ranks = [config.tensor_parallel_size if each is target else 1 for each in models]
+    needed = sum(each.gpu_bytes(n, config.batch, length) for each, n in zip(models, ranks, strict=True))
+    if not target.config.splits(config.tensor_parallel_size):
+        raise ConfigError(
+            f"tensor_parallel_size={config.tensor_parallel_size}: the heads or the MLP of {target.name} cannot be "
+            "split so: use a power of 2 that divides them"
+        )
+    if needed > _usable(gpu):
+        names = " and ".join(each.name for each in models)
         raise NotEnoughMemory(
-            f"gpu={gpu!r} has {gib(int(usable(gpu)))} for weights and KV, and {names} need {gib(int(needed))} of it: use "
-            "a larger tensor_parallel_size, a smaller batch, weights in fp8 (NAME:fp8) or another gpu"
+            f"gpu={gpu!r} has {gib(int(_usable(gpu)))} for weights and KV, and {names} need {gib(int(needed))}: use a "
+            "larger tensor_parallel_size, a smaller batch, weights in fp8 (NAME:fp8) or another gpu"
         )
 
 
-def usable(gpu: str) -> float:
+def _usable(gpu: str) -> float:
     """Bytes of a GPU for weights and KV."""
-    return (GPUS[gpu].memory - RESERVED) * _GIB
+    return (GPUS[gpu].memory - RESERVED) * (1 << 30)
 
 
 def needs(config: SimulationConfig) -> list[dict[str, Any]]:
-    """What the target alone needs, and what it gives on every type of GPU, at the least degree that holds it."""
+    """What the target alone needs and gives on every type of GPU, at the least degree that holds it."""
     target, _ = models_of(config)
     length, rows = config.prompt + config.tokens, []
     for name, gpu in GPUS.items():
-        fitting = (n for n in _DEGREES if target.config.splits(n) and gpu_bytes(target, n, 1, length) <= usable(name))
-        ranks = next(fitting, None)
-        row: dict[str, Any] = {"gpu": name, "gpus": ranks}
-        if ranks is not None:
-            steps = Steps(target, gpu, ranks, _context(config))
-            left = usable(name) - target.weight_bytes / ranks
+        degrees = (n for n in _DEGREES if target.config.splits(n) and target.gpu_bytes(n, 1, length) <= _usable(name))
+        row: dict[str, Any] = {"gpu": name, "gpus": next(degrees, None)}
+        if (ranks := row["gpus"]) is not None:
+            steps, weights = Steps(target, gpu, ranks, _context(config)), target.gpu_bytes(ranks)
             row |= {
-                "weights_gib": target.weight_bytes / ranks / _GIB,
-                "kv_tokens": int(left / (target.kv_bytes(length, ranks) / length)),
+                "weights_gib": weights / (1 << 30),
+                "kv_tokens": int((_usable(name) - weights) / target.kv_bytes(length, ranks) * length),
                 "floor_tokens_per_second": 1 / steps.floor,
                 "tokens_per_second": 1 / steps.seconds(1, 1),
             }
