@@ -29,8 +29,9 @@ A MODEL is a published shape such as [cyan]llama-3.1-70b[/] (with [cyan]:fp8[/] 
 tells what the model needs, and its speed on every type of GPU.
 
 Rounds are simulated event by event: verifications, preparations, messages, misses, arrivals. Times of steps follow \
-from the bytes that they read and what they compute, at the shares that were measured on an H200; how many draft tokens are \
-accepted, and how many drafts are prepared, is yours to say. docs/scaling.md compares predictions with measurements.
+from the bytes that they read and what they compute, at the shares that were measured on an H200. How many draft \
+tokens are accepted, and how many drafts are prepared, is yours to say. docs/scaling.md compares predictions with \
+measurements.
 
 [bold]Try[/]
 

@@ -49,7 +49,7 @@ FORMATS: Final[Mapping[str, Format]] = {
     "fp8": Format(8, 0.97, 0.45),  # quantized-products.json, 1 to 32 rows; compute: 64 and 128 rows
     "int8": Format(8, 0.97, 0.45),  # the same
     "fp8_dynamic": Format(8, 0.98, 0.74, True),  # the same
-    "int4": Format(4.5, 0.76, 0.40),  # the same
+    "int4": Format(4.25, 0.76, 0.40),  # the same
     "awq": Format(4.25, 0.50, 0.40),  # packed-products.json; also GPTQ
     "q4_k": Format(4.8, 0.55, 0.40),  # packed-products.json
     "mxfp4": Format(4.25, 0.77, 0.20),  # experts-mxfp4.json, 8, 64 and 256 rows

@@ -302,8 +302,8 @@ class World:
         """Requests differ in how well they can be drafted: evenly spread quantiles, in an order that mixes them."""
         self._made += 1
         odds = self._odds + self.setup.spread * NormalDist().inv_cdf(_mixed(self._made))
-        draws = (random.Random(f"{kind} {self.setup.seed} {self._made}") for kind in ("accepts", "hits"))
-        return Request(self.clock.now, tokens, _shifted(self.setup.rates, odds), *draws, prompted)
+        accepts, hits = (random.Random(f"{kind} {self.setup.seed} {self._made}") for kind in ("accepts", "hits"))
+        return Request(self.clock.now, tokens, _shifted(self.setup.rates, odds), accepts, hits, prompted)
 
 
 def _mixed(number: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from ssd.errors import ConfigError, NotEnoughMemory
 from ssd.models.repository import gib
@@ -53,7 +53,7 @@ def sweep(config: SimulationConfig, values: dict[str, list[Any]]) -> Iterator[tu
 
 def simulate(config: SimulationConfig) -> list[Figures]:
     """All modes of a point."""
-    found = [_figures(config, mode) for mode in config.modes]
+    found = [_figures(config, cast(Mode, mode)) for mode in config.modes]
     return [replace(each, ratio=each.tokens_per_second / found[0].tokens_per_second) for each in found]
 
 
