@@ -130,13 +130,13 @@ def _sweep(text: str) -> tuple[str, list[Any]]:
 def _table(points: Seq[Point]) -> Table:
     """Columns in which some mode has a figure."""
     shown = [name for name in _TITLES if any(getattr(each, name) is not None for p in points for each in p.figures)]
-    table = Table(*map(flag_of, points[0].values), "mode", "GPUs", box=SIMPLE, show_edge=False)
+    table = Table(*map(flag_of, points[0].values), "mode", "GPUs", "engines", box=SIMPLE, show_edge=False)
     for name in shown:
         table.add_column(_TITLES[name], justify="right")
     for point in points:
         for each in point.figures:
             cells = [_number(getattr(each, name)) for name in shown]
-            table.add_row(*map(str, point.values.values()), each.mode, str(each.gpus), *cells)
+            table.add_row(*map(str, point.values.values()), each.mode, str(each.gpus), str(each.engines), *cells)
     return table
 
 
@@ -165,15 +165,24 @@ def _drawn(points: Seq[Point], show: str, kind: str) -> bytes:
     lines: dict[str, list[tuple[Any, float]]] = {}
     for point in points:
         names = [f"{other} {point.values[other]}" for other in others]
-        for each in point.figures:
+        for each in point.figures[show == "ratio" :]:  # that of the first mode is 1
             value = getattr(each, show)
             if value is not None:
                 lines.setdefault(", ".join([each.mode, *names]), []).append((point.values[x], value))
     for name, line in lines.items():
         axes.plot(*zip(*line, strict=True), marker="o", markersize=3, label=name)
+    ticks = list(dict.fromkeys(point.values[x] for point in points))
+    if not isinstance(ticks[0], str):
+        axes.set_xscale("log" if min(ticks) > 0 and max(ticks) >= 16 * min(ticks) else "linear")
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
     axes.set_xlabel(x.replace("_", " "))
     axes.set_ylabel(_TITLES.get(show, show))
-    axes.set_ylim(bottom=0)
+    values = [value for line in lines.values() for _, value in line]
+    if min(values) > 0 and max(values) >= 16 * min(values):
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8, frameon=False)
     return drawing.encode(figure, kind)

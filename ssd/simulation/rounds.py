@@ -34,8 +34,10 @@ class Setup:
     k: int = 0
     rates: Seq[float] = ()  # by position: probability that a draft token is accepted if those before it are
     spread: float = 0.0  # deviation of the sequences' log-odds of acceptance
-    hits: float = 0.0
+    hits: float = 0.0  # share of drafts that `budget` branches of a sequence have prepared
     budget: int = 16
+    replicas: int = 1  # draft models that share the outcomes
+    fan_out: float = 0.0  # misses are branches ** -fan_out
     backup: Backup = "auto"
     link: float = 0.0  # seconds of a message between target and draft, one way
     prefill: float = 0.0  # seconds of a prompt
@@ -46,6 +48,14 @@ class Setup:
     engines: int = 1
     servers: int = 1
     seed: int = 0
+
+    def branches(self, sequences: int) -> int:
+        """Rows of a preparation."""
+        return max(sequences, min(sequences * self.budget, _MOST_BRANCHES))
+
+    def hit_rate(self, sequences: int) -> float:
+        more = self.replicas * self.branches(sequences) / sequences / self.budget
+        return 1 - min(1.0, (1 - self.hits) * math.pow(more, -self.fan_out))
 
     def tokens_per_round(self, odds: float) -> float:
         """Over the rounds of sequences of equal lengths, whose log-odds are shifted by `odds` on average."""
@@ -160,7 +170,7 @@ class Engine:
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
         self._idle = True
-        self._began = self._seconds = 0.0  # of the round; without waiting for drafts
+        self._began = self._verifying = self._seconds = 0.0  # of the round; without waiting for missing drafts
         self._pending = 0  # verification and preparation
 
     @property
@@ -184,8 +194,7 @@ class Engine:
             return
         verifying = setup.verify(count * (setup.k + 1), count)
         verifying += setup.prefill * sum(not each.prompted for each in self.running)
-        self.world.totals.verify_seconds += verifying
-        branches, drafting = max(count, min(count * setup.budget, _MOST_BRANCHES)), 0.0
+        branches, drafting = setup.branches(count), 0.0
         self._pending = 1
         if setup.mode == "sd":
             drafting = setup.k * setup.draft(count, count)
@@ -194,7 +203,7 @@ class Engine:
         elif setup.mode == "ssd":
             self._pending = 2
             self._ask(setup.k + 1, branches, count, self._part)
-        self._began, self._seconds = self.clock.now, drafting + verifying
+        self._began, self._verifying, self._seconds = self.clock.now, verifying, drafting + verifying
         self.clock.after(self._seconds, self._part)
 
     def _ask(self, steps: int, rows: int, sequences: int, then: Callable[[], None]) -> None:
@@ -211,18 +220,20 @@ class Engine:
     def _decide(self) -> None:
         """Accepts, looks drafts up, and waits for those that are missing if that pays."""
         setup, totals, count = self.setup, self.world.totals, len(self.running)
+        hits = setup.hit_rate(count)
         for request in self.running:
             self.world.account(request)
         self.running = [each for each in self.running if each.left]
         self.world.refill(self)
         for request in self.running:
-            request.drafted = setup.mode != "ssd" or request.hits.random() < setup.hits
+            request.drafted = setup.mode != "ssd" or request.hits.random() < hits
         misses = sum(not each.drafted for each in self.running)
         totals.look_ups += len(self.running)
         totals.hits += len(self.running) - misses
 
         def end() -> None:
             totals.rounds += 1
+            totals.verify_seconds += self._verifying
             totals.round_seconds += self.clock.now - self._began
             totals.sequence_seconds += count * (self.clock.now - self._began)
             if self.world.over:

@@ -23,7 +23,8 @@ class Figures:
     """What a simulation gives."""
 
     mode: Mode
-    gpus: int
+    gpus: int  # idle ones are counted, too
+    engines: int
     tokens_per_second: float  # of all engines
     ratio: float  # to the first mode
     tokens_per_second_per_gpu: float
@@ -61,14 +62,14 @@ def _figures(config: SimulationConfig, mode: Mode) -> Figures:
     engines, servers, draft_gpus = _layout(config, mode)
     world = World(_setup(config, mode, engines, servers))
     world.run()
-    seconds, totals, target_gpus = world.clock.now, world.totals, engines * config.tensor_parallel_size
-    speed, gpus = totals.tokens / seconds, target_gpus + draft_gpus
-    price = config.price or 0.0
-    hourly = price * target_gpus + (config.draft_price or price) * draft_gpus
+    seconds, totals, price = world.clock.now, world.totals, config.price or 0.0
+    speed, gpus = totals.tokens / seconds, config.gpus or engines * config.tensor_parallel_size + draft_gpus
+    hourly = price * (gpus - draft_gpus) + (config.draft_price or price) * draft_gpus
     whole = totals.ended if config.rate is not None or config.requests is not None else []
     return Figures(
         mode,
         gpus,
+        engines,
         tokens_per_second=speed,
         ratio=1.0,
         tokens_per_second_per_gpu=speed / gpus,
@@ -125,13 +126,14 @@ def _setup(config: SimulationConfig, mode: Mode, engines: int, servers: int) -> 
         _check_fits(config, own, draft)
     _check_fits(config, config.gpu, target, *([] if apart else [draft]))
     alone, measured = steps(draft, GPUS[own], 1, alone=True), config.draft_step_ms
-    more = config.draft_replicas**-FAN_OUT if apart else 1.0  # replicas share the outcomes: more branches
     return replace(
         setup,
         k=config.k,
         rates=config.accepted,
         spread=SPREAD,
-        hits=1 - (1 - config.hits) * more,
+        hits=config.hits,
+        replicas=config.draft_replicas if apart else 1,
+        fan_out=FAN_OUT,
         draft=alone.seconds if measured is None else lambda rows, sequences: measured / 1e3,
         beside=_beside(alone, steps(_quantised(draft), GPUS[own], 1)) if mode == "ssd" and not apart else None,
     )

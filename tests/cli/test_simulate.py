@@ -84,8 +84,9 @@ def test_as_many_engines_run_as_fit() -> None:
     [own], [shared] = (
         run(*split, *others, "--compare", "sd,ssd")["points"] for others in ((), ("--shared-drafts", "1"))
     )
-    assert [each["gpus"] for each in own["figures"]] == [16, 15]
-    assert [each["gpus"] for each in shared["figures"]] == [16, 13]
+    assert [each["engines"] for each in own["figures"]] == [4, 3]
+    assert [each["engines"] for each in shared["figures"]] == [4, 3]
+    assert {each["gpus"] for each in own["figures"] + shared["figures"]} == {16}
     sd, ssd = own["figures"]
     assert sd["tokens_per_second_per_gpu"] * 16 == pytest.approx(sd["tokens_per_second"])
     assert shared["figures"][1]["draft_busy"] > ssd["draft_busy"]
@@ -144,7 +145,7 @@ def test_a_sweep_is_drawn(tmp_path: Path, kind: str) -> None:
         ((*PAIR, "--sweep", "batch=1,x"), "batch='x': must be an integer of at least 1"),
         ((*PAIR, "--plot", "x.svg"), "plot: there is no --sweep to draw"),
         ((*PAIR, "--sweep", "batch=1,2", "--plot", "x.pdf"), "must end in .png, .svg"),
-        ((*PAIR, "--show", "speed"), "show='speed': must be one of gpus, tokens_per_second"),
+        ((*PAIR, "--show", "speed"), "show='speed': must be one of gpus, engines, tokens_per_second"),
     ],
 )
 def test_errors_name_the_option(arguments: tuple[str, ...], message: str) -> None:

@@ -47,7 +47,7 @@ def test_plain_decoding_is_predicted_within_ten_percent(measured: list[Any]) -> 
 
 
 def test_ssd_with_a_draft_that_is_in_time_is_predicted_within_ten_percent(measured: list[Any]) -> None:
-    """A draft on hardware of its own, which no other row was used to describe."""
+    """On hardware of its own, with the hits and the time of the row."""
     own = ratios([each for each in measured if each.file.startswith("draft-apart") and each.mode == "ssd"])
     assert len(own) == 11
     assert within(own, 0.10) == 1.0, own

@@ -169,3 +169,14 @@ def test_a_batch_that_ends_waits_for_its_slowest_request() -> None:
 def test_a_seed_gives_the_same_rounds_and_another_one_others() -> None:
     setup = replace(SSD, batch=4, rate=0.05, requests=40)
     assert speed(setup) == speed(setup) != speed(replace(setup, seed=1))
+
+
+def test_hits_follow_the_number_of_branches() -> None:
+    """256 branches are 4 for each of 64 sequences; four replicas have four times as many for each."""
+    setup = replace(SSD, hits=0.8, fan_out=0.5, budget=16)
+    assert [setup.branches(sequences) for sequences in (1, 16, 64, 300)] == [16, 256, 256, 300]
+    assert [setup.hit_rate(sequences) for sequences in (1, 16, 64)] == pytest.approx([0.8, 0.8, 0.6])
+    assert replace(setup, replicas=4).hit_rate(1) == pytest.approx(0.9)
+    assert replace(setup, hits=0.1).hit_rate(256) == 0.0
+    totals = ran(replace(setup, batch=64)).totals
+    assert totals.hits / totals.look_ups == pytest.approx(0.6, abs=0.02)
