@@ -23,7 +23,7 @@ from ssd.simulation.run import simulate
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "scaling.md"
-SEEDS = 3  # of batches that end
+SEEDS = 10  # of batches that end
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,11 @@ def published() -> list[Case]:
         **{"model": "llama-3.1-70b", "draft": "llama-3.2-1b", "gpu": "h100-sxm", "tensor_parallel_size": 4},
         **{"measured_ar": 54.7, "k": 6, "tokens": 512, "budget": 21, "backup": "jit", "accept": "5.3", "hits": 0.89},
     }
-    rows = [("AR", 54.7, "ar", {}), ("SD", 161.8, "sd", {}), ("SSD", 255.8, "ssd", {})]
+    rows: list[tuple[str, float, str, dict[str, Any]]] = [
+        ("AR", 54.7, "ar", {}),
+        ("SD", 161.8, "sd", {}),
+        ("SSD", 255.8, "ssd", {}),
+    ]
     rows += [
         (f"SSD, public log, batch {batch}", speed, "ssd", {"batch": batch})
         for batch, speed in ((2, 409.0), (4, 681.0), (8, 1166.0), (16, 1900.0))

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final
 
 import typer
 from rich.box import SIMPLE
@@ -18,7 +18,7 @@ from ssd.cli.options import Flags, Given, command, flag_of
 from ssd.errors import ConfigError
 from ssd.options import options_of
 from ssd.simulation.config import SimulationConfig
-from ssd.simulation.run import Figures, needs, sweep
+from ssd.simulation.run import Figures, Point, needs, sweep
 
 HELP: Final = """\
 Tell what AR, SD and SSD would give: [bold]tokens per second, latencies, shares of the time, and costs[/], on GPUs \
@@ -66,13 +66,6 @@ _KINDS: Final = (".png", ".svg")
 _SHOWABLE: Final = [each.name for each in fields(Figures) if each.name != "mode"]
 
 
-class Point(NamedTuple):
-    """A combination of values of the fields that are varied, and what it gives."""
-
-    values: dict[str, Any]
-    figures: list[Figures]
-
-
 @command
 def simulate(
     model: Annotated[str, typer.Argument(help="A shape, a config.json, a graft, or a model in a local cache.")],
@@ -105,7 +98,7 @@ def simulate(
         return
     first = {name: values[0] for name, values in varied.items()}
     config = SimulationConfig(model, **{**settings, **first})
-    points = [Point(*each) for each in sweep(config, varied)]
+    points = list(sweep(config, varied))
     console.print(_table(points))
     if plot is not None:
         plot.write_bytes(_drawn(points, show, plot.suffix[1:]))

@@ -67,7 +67,9 @@ MESSAGE: Final = 4 << 20  # bytes that take as long as one more message: ssd/par
 SHARED: Final = 0.70  # speed of a draft that prepares beside the verification on its GPU: ssd-one-gpu.json
 DENSE_ROWS: Final = 32  # a draft in int8 beside its target computes more rows in bf16: docs/algorithm.md
 FAN_OUT: Final = 0.45  # misses are branches ** -FAN_OUT: docs/scaling.md, draft-apart.json
-SPREAD: Final = 0.6  # deviation of the sequences' log-odds of acceptance: draft-apart-batches.json
+SPREAD: Final = (
+    0.6  # deviation of the sequences' log-odds of acceptance: draft-apart-batches.json (more), vllm-8b.json (less)
+)
 RESERVED: Final = 2.0  # GiB of a GPU for activations, graphs and the driver's context: an estimate
 
 

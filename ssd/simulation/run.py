@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from ssd.errors import ConfigError, NotEnoughMemory
 from ssd.models.repository import gib
@@ -41,15 +42,18 @@ class Figures:
     cost: float | None  # of a million tokens
 
 
-def sweep(config: SimulationConfig, values: dict[str, list[Any]]) -> Iterator[tuple[dict[str, Any], list[Figures]]]:
+class Point(NamedTuple):
+    """Values of the fields that are varied, and what they give."""
+
+    values: dict[str, Any]
+    figures: list[Figures]
+
+
+def sweep(config: SimulationConfig, values: dict[str, list[Any]]) -> Iterator[Point]:
     """All combinations of the values of some fields, the last field's varying fastest."""
-    if not values:
-        yield {}, simulate(config)
-        return
-    (name, own), *others = values.items()
-    for value in own:
-        for point, found in sweep(replace(config, **{name: value}), dict(others)):
-            yield {name: value, **point}, found
+    for chosen in itertools.product(*values.values()):
+        point = dict(zip(values, chosen, strict=True))
+        yield Point(point, simulate(replace(config, **point)))
 
 
 def simulate(config: SimulationConfig) -> list[Figures]:
