@@ -25,8 +25,8 @@ Tell what AR, SD and SSD would give: [bold]tokens per second, latencies, shares 
 that you do not have. No weights are needed, and nothing is loaded.
 
 A MODEL is a published shape such as [cyan]llama-3.1-70b[/] (with [cyan]:fp8[/] or another format behind it), a \
-[cyan]config.json[/] or its directory, a graft, or a model of the hub that is in a cache. Without a draft the command \
-tells what the model needs, and its speed on every type of GPU.
+[cyan]config.json[/] or its directory, a graft, or a model of the hub that is in a cache. With a MODEL alone the \
+command tells what it needs, and its speed on every type of GPU.
 
 Rounds are simulated event by event: verifications, preparations, messages, misses, arrivals. Times of steps follow \
 from the bytes that they read and what they compute, at the shares that were measured on an H200. How many draft \
@@ -91,7 +91,7 @@ def simulate(
     if show not in _SHOWABLE:
         raise ConfigError(f"show={show!r}: must be one of {', '.join(_SHOWABLE)}")
     console = report_console(json_file)
-    if not varied and not settings.keys() & {"draft", "modes"}:
+    if not varied and not settings.keys() - {"prompt", "tokens"}:
         rows = needs(SimulationConfig(model, **settings))
         console.print(_needs_table(rows))
         write_json({"model": model, "needs": rows}, json_file)

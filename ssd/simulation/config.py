@@ -7,13 +7,15 @@ from typing import Final, Literal
 
 from ssd.config import K_DEFAULT
 from ssd.errors import ConfigError
-from ssd.options import option, validate
+from ssd.options import option, options_of, validate
 from ssd.sampling import rates
 from ssd.simulation.hardware import GPUS
 from ssd.simulation.rounds import Mode
 
 MODES: Final[tuple[Mode, ...]] = ("ar", "sd", "ssd")
 _GPU: Final = "|".join(GPUS)
+_DRAFTS: Final = ("k", "accept", "hits", "budget", "backup", "draft_step_ms", "placement")  # only with a draft
+_APART: Final = ("draft_gpu", "draft_replicas", "shared_drafts", "link_us", "draft_price")  # only with GPUs of its own
 _EXPECTS: Final = f"one of {', '.join(GPUS)}"
 
 
@@ -78,7 +80,9 @@ class SimulationConfig:
     draft_step_ms: float | None = option(
         None, "Measured time of a step of the draft, whatever its rows; left out: by its size.", above=0
     )
-    link_us: float = option(10.0, "A message between target and draft, one way; some 50 between hosts.", least=0)
+    link_us: float = option(
+        10.0, "Microseconds of a message between target and draft, one way; the default is an assumption.", least=0
+    )
     measured_ar: float | None = option(
         None, "Measured tokens/s of the target alone at batch 1: all times are scaled to it.", above=0
     )
@@ -99,9 +103,18 @@ class SimulationConfig:
                 "accept: sd and ssd need how many draft tokens are accepted, such as 3.5 for the mean tokens of a "
                 "round; `ssd bench MODEL --draft DRAFT --compare ar,sd` measures it"
             )
-        if self.shared_drafts and self.placement == "stream":
-            raise ConfigError(f"shared_drafts={self.shared_drafts}: only with --placement process")
+        if self.draft is None and (name := self._given(*_DRAFTS, *_APART)):
+            raise ConfigError(f"{name}={getattr(self, name)!r}: there is no draft: name one with --draft")
+        if self.placement == "stream" and (name := self._given("draft_step_ms", *_APART)):
+            raise ConfigError(f"{name}={getattr(self, name)!r}: only with --placement process")
+        if self.draft_price is not None and self.price is None:
+            raise ConfigError(f"draft_price={self.draft_price}: give the --price of the target's GPUs, too")
         self.accepted  # noqa: B018 (refuses rates that this k cannot have)
+
+    def _given(self, *names: str) -> str | None:
+        """The first of these fields that is not as by default."""
+        known = options_of(SimulationConfig)
+        return next((name for name in names if getattr(self, name) != known[name].default), None)
 
     @property
     def drafts(self) -> bool:

@@ -52,6 +52,8 @@ def test_without_a_draft_it_tells_what_a_model_needs() -> None:
     assert found["rtx-4090"]["gpus"] == 8
     assert found["h200"]["tokens_per_second"] < found["h200"]["floor_tokens_per_second"]
     assert {row["gpu"]: row["gpus"] for row in run("llama-3.1-70b:fp8")["needs"]}["h100-sxm"] == 1
+    [point] = run("llama-3.1-8b", "--gpu", "l40s")["points"]
+    assert [each["mode"] for each in point["figures"]] == ["ar"]
     assert "more than 8" in CliRunner().invoke(app, ["simulate", "gpt-oss-120b:bf16"]).stdout
 
 
@@ -140,6 +142,10 @@ def test_a_sweep_is_drawn(tmp_path: Path, kind: str) -> None:
         ((*PAIR, "--tensor-parallel-size", "3"), "tensor_parallel_size=3: the heads or the MLP of qwen3-32b"),
         ((*PAIR, "--gpus", "1"), "gpus=1: ssd needs 2 at least"),
         ((*PAIR, "--placement", "stream", "--shared-drafts", "1"), "shared_drafts=1: only with --placement process"),
+        ((*PAIR, "--placement", "stream", "--draft-step-ms", "2"), "draft_step_ms=2.0: only with --placement process"),
+        (("qwen3-32b", "--k", "6"), "k=6: there is no draft: name one with --draft"),
+        (("qwen3-32b", "--placement", "stream"), "placement='stream': there is no draft"),
+        ((*PAIR, "--draft-price", "2"), "draft_price=2.0: give the --price of the target's GPUs, too"),
         ((*PAIR, "--hits", "1.5"), "hits=1.5: must be a number from 0 to 1"),
         ((*PAIR, "--sweep", "batches=1,2"), "sweep='batches=1,2': did you mean batch?"),
         ((*PAIR, "--sweep", "batch=1,x"), "batch='x': must be an integer of at least 1"),
