@@ -13,11 +13,11 @@ from ssd.config import K_DEFAULT
 from ssd.errors import ConfigError
 from ssd.options import option, validate
 from ssd.prompts import OWN_SETS, load_prompts, own_set
+from ssd.sampling import rates
 
 PEERS: Final = ("hf", "vllm", "sglang", "llamacpp")
 SHAREGPT: Final = "sharegpt"
 _SIGMA: Final = 1.0  # standard deviation of the logarithm of a length, about that of ShareGPT's conversations
-_RATE: Final = r"(0(\.\d+)?|1(\.0+)?)"
 _WORDS_OF: Final = "alpaca"  # the own prompt set whose words make up random prompts
 
 
@@ -55,8 +55,8 @@ class BenchConfig:
         None,
         "Draw how many draft tokens are accepted: 5.5 for the mean number of tokens of a round, or rates by position "
         "such as 0.9,0.8,0.7. For drafts with random weights: the text is not the model's.",
-        pattern=rf"\d+(\.\d+)?|{_RATE}(,{_RATE})+",
-        expects="a number above 1, or rates from 0 to 1 separated by commas",
+        pattern=rates.PATTERN,
+        expects=rates.EXPECTS,
     )
     hits: float | None = option(
         None,
@@ -89,7 +89,7 @@ class BenchConfig:
     @property
     def accepted(self) -> tuple[float, ...] | None:
         """`accept` as numbers."""
-        return None if self.accept is None else tuple(map(float, self.accept.split(",")))
+        return None if self.accept is None else rates.parsed(self.accept)
 
 
 def is_url(peer: str) -> bool:

@@ -33,7 +33,7 @@ from ssd.errors import ConfigError
 from ssd.execution.target import Target
 from ssd.llm import LLM, check_served, measure_modes
 from ssd.options import options_of
-from ssd.sampling.pinned import rates_of
+from ssd.sampling.rates import rates_of
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,22 @@ from typing import Annotated, Any, Final
 import typer
 import typer.core
 
-from ssd.cli import bench, bench_serve, cache, chat, demo, explain, export, generate, models, pull, run, serve, verify
+from ssd.cli import (
+    bench,
+    bench_serve,
+    cache,
+    chat,
+    demo,
+    explain,
+    export,
+    generate,
+    models,
+    pull,
+    run,
+    serve,
+    simulate,
+    verify,
+)
 from ssd.cli.help import Command, without_types
 from ssd.version import VERSION
 
@@ -49,6 +64,8 @@ model at the cost of a large one: see [cyan]ssd graft[/].
   ssd verify MODEL --draft DRAFT
 
   ssd bench serve http://127.0.0.1:8000 --concurrency 1,2,4,8
+
+  ssd simulate llama-3.1-70b --draft llama-3.2-1b --gpu h100-sxm --tensor-parallel-size 4 --accept 5.3 --k 6
 """
 
 
@@ -112,6 +129,7 @@ _add(help=explain.HELP)(explain.explain)
 _add(help=verify.HELP)(verify.verify)
 _add(help=bench.HELP)(bench.bench)
 _add("bench serve", help=bench_serve.HELP)(bench_serve.bench_serve)
+_add(help=simulate.HELP)(simulate.simulate)
 _add("cache", help=cache.HELP)(cache.show)
 _add("cache clear", help=cache.CLEAR_HELP)(cache.clear)
 _add(help=export.GRAFT_HELP)(export.graft)

@@ -26,6 +26,7 @@ from ssd.errors import ConfigError
 from ssd.options import Option, options_of
 from ssd.server.models.options import CatalogOptions
 from ssd.server.options import ServerOptions
+from ssd.simulation.config import SimulationConfig
 
 Given = dict[str, Any]  # options by the names of their fields, without those that were not given
 
@@ -35,6 +36,7 @@ PANELS: Final[Mapping[type, str]] = {
     EngineConfig: "Engine",
     ServerOptions: "Server",
     CatalogOptions: "Several models",
+    SimulationConfig: "Models, hardware, load",
 }
 DEFAULTS: Final = {
     "mode": "sd with a draft, else ar",

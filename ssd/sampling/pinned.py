@@ -34,20 +34,3 @@ class PinnedAcceptance:
         other = torch.where(chosen == draft, (chosen + 1) % self._vocab_size, chosen)
         pinned = torch.where(uniform < self.rates[place], draft, other)
         return torch.where((chosen < 0) | (rows.num_drafted >= len(self.rates)), chosen, pinned)
-
-
-def rates_of(accept: tuple[float, ...], k: int) -> list[float]:
-    """Rates by position of drafts of `k` tokens. `accept`: such rates, the last of which is repeated; or one number
-    above 1, the mean number of tokens of a round, the target's own among them, which equal rates give.
-
-    ValueError if there are none.
-    """
-    if len(accept) != 1 or accept[0] <= 1:
-        return [*accept, *[accept[-1]] * k][:k]
-    if accept[0] > k + 1:
-        raise ValueError(f"a round with {k} draft tokens has at most {k + 1} tokens")
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        rate = (low + high) / 2
-        low, high = (rate, high) if sum(rate**i for i in range(k + 1)) < accept[0] else (low, rate)
-    return [low] * k

@@ -20,7 +20,7 @@ LAYERS = [  # of packages, the lowest first
     {"layers", "sampling"},
     {"models"},
     {"grafts"},
-    {"execution"},
+    {"execution", "simulation"},
     {"decoding"},
     {"drafting", "engine"},
     {"assembly"},

@@ -13,7 +13,8 @@ from ssd.bench.config import BenchConfig
 from ssd.bench.run import run
 from ssd.errors import ConfigError
 from ssd.execution.target import Target
-from ssd.sampling.pinned import PinnedAcceptance, rates_of
+from ssd.sampling.pinned import PinnedAcceptance
+from ssd.sampling.rates import rates_of
 from ssd.sampling.sampler import Rows
 
 VOCAB, SLOTS, K = 11, 3, 4
