@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ssd.errors import ConfigError, SSDError
-from ssd.grafts.graft import GraftCheckpoint, host
+from ssd.grafts.graft import GraftCheckpoint, host, host_attention
 from ssd.kernels.codes import Codes, Format, TargetFormat, bits_of, group_size, quantize
 from ssd.layers.formats.mxfp4 import MXFP4
 from ssd.layers.formats.rounded import Rounded
@@ -233,7 +233,7 @@ def _graft_json(graft: GraftCheckpoint, dtype: torch.dtype) -> dict[str, Any]:
     return config_json(config, dtype) | {
         "architectures": [_ARCHITECTURES[config.family]],
         "model_type": config.family,
-        "rope_parameters": _rope_parameters(host(config).attention.rope),
+        "rope_parameters": _rope_parameters(host_attention(config).rope),
         "eos_token_id": list(graft.stop_token_ids) or None,
         "bos_token_id": None,
         "ssd_graft": origin,
@@ -288,7 +288,7 @@ def _block_json(config: BlockConfig) -> dict[str, Any]:
 
 def config_json(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
     """The fields of a config.json that models and drafts on features share."""
-    attention, mlp = host(config).attention, host(config).mlp
+    attention, mlp = host_attention(config), host(config).mlp
     windows = [layer.attention.window for layer in config.layers]
     return {
         **(_gpt_oss_json(mlp, windows) if config.family == "gpt_oss" else _expert_json(mlp)),
@@ -316,7 +316,7 @@ def _expert_json(mlp: MLPSpec | ExpertsSpec) -> dict[str, Any]:
         "moe_intermediate_size": mlp.intermediate_size,
         "num_experts": mlp.num_experts,
         "num_experts_per_tok": mlp.experts_per_token,
-        "norm_topk_prob": mlp.softmax_of_chosen,
+        "norm_topk_prob": mlp.rule.normalized,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }

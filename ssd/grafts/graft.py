@@ -42,7 +42,7 @@ from ssd.kernels.codes import TargetFormat
 from ssd.layers.formats import DENSE, FormatOf, WeightFormat
 from ssd.layers.formats.mxfp4 import GROUP, MXFP4
 from ssd.layers.formats.rounded import rounded
-from ssd.layers.spec import ExpertsSpec, GQASpec, LayerSpec, RopeConfig
+from ssd.layers.spec import ExpertsSpec, GQASpec, LatentSpec, LayerSpec, RopeConfig
 from ssd.models.checkpoint import Checkpoint, all_weights, graft_note
 from ssd.models.config import DecoderConfig
 from ssd.models.content import Sources
@@ -231,6 +231,9 @@ def obstacles(small: DecoderConfig, big: DecoderConfig) -> Iterator[str]:
     if small.family not in (big.family, _BASES.get(big.family)):
         yield f"the shape's family is {big.family}, the base's is {small.family}"
     own, wide = small.attention, host(big).attention
+    if isinstance(wide, LatentSpec):
+        yield "it has latent attention, whose one rotated key cannot be those of the base's KV heads"
+        return
     biases = {"qkv_bias": own.qkv_bias, "output_bias": own.output_bias, "mlp_bias": small.mlp.bias}
     yield from (f"the base's {name} is true, and a graft holds no biases" for name, there in biases.items() if there)
     if own.window is not None:
@@ -277,6 +280,13 @@ def host(shape: DecoderConfig) -> LayerSpec:
     return shape.layers[shape.full_layers[0]]
 
 
+def host_attention(shape: DecoderConfig) -> GQASpec:
+    """That of `host`, in shapes that can be those of a graft."""
+    attention = host(shape).attention
+    assert isinstance(attention, GQASpec)
+    return attention
+
+
 def held_mlp(small: DecoderConfig, big: DecoderConfig) -> HeldMLP:
     copies = len(copy_scales(big.hidden_size, small.hidden_size))
     return HeldMLP.of(small.mlp.intermediate_size, host(big).mlp, copies, packed=big.family in _PACKED)
@@ -287,7 +297,7 @@ def grafted_rope(small: DecoderConfig, big: DecoderConfig) -> RopeConfig:
 
     YaRN remains YaRN, with a factor of one, since other engines know no other one for GPT-OSS.
     """
-    rope, attention = small.attention.rope, host(big).attention
+    rope, attention = small.attention.rope, host_attention(big)
     turning = replace(rope, theta=rope.theta ** (attention.head_dim // small.attention.head_dim))
     if (rope.scaling, attention.rope.scaling) != ("default", "yarn"):
         return turning
@@ -341,7 +351,7 @@ def blocks_of(
     units = repeated(mlp.size // mlp.parts, mlp.units, mlp.down_digits)
     read_by_mlp = same(small.hidden_size * mlp.digits)
     return {
-        **_attention_blocks(small.attention, host(big).attention, attended or read, written),
+        **_attention_blocks(small.attention, host_attention(big), attended or read, written),
         "input_layernorm": (one, norm),
         "post_attention_layernorm": (one, copies(small.hidden_size, [1 / each for each in scales[: mlp.digits]])),
         "mlp.gate_proj": (units, read_by_mlp),

@@ -15,7 +15,7 @@ from test_quantized import CUDA, close, make_ops
 from ssd.kernels.codes import Codes, CodeType, dequantize
 from ssd.kernels.ops import ExpertOutputs, Ops
 from ssd.kernels.triton.packing import FP4_PLACES, pack, paired
-from ssd.kernels.weights import GLU, SWIGLU, Weight
+from ssd.kernels.weights import GLU, SOFTMAX_OF_CHOSEN, SWIGLU, RoutingRule, Weight
 
 CLAMPED = GLU(1.702, 7.0, 1.0)
 KERNELS = ("plain", "c", "triton")
@@ -35,7 +35,7 @@ def test_routing(kind: str, chosen: bool) -> None:
     logits = torch.randn(37, 12, device=device)
     logits[3], logits[3, ::2] = 0.0, -0.0  # all equal: the first ones
     logits[4, [7, 2, 9]] = 5.0
-    routing = ops.route(logits, 3, chosen=chosen)
+    routing = ops.route(logits, 3, RoutingRule(chosen))
     assert routing.experts[3].tolist() == [0, 1, 2]
     assert routing.experts[4].tolist() == [2, 7, 9]
     values, ids = logits.topk(3)
@@ -57,11 +57,11 @@ def test_a_router_s_logits(kind: str) -> None:
     for dtype in types:
         x, weight = torch.randn(19, 600, device=device).to(dtype), torch.randn(40, 600, device=device).to(dtype) / 25
         bias, prepared = torch.randn(40, device=device).to(dtype), ops.prepare(weight)
-        found = ops.route(prepared.router(x, bias), 3, chosen=True)
-        expected = ReferenceOps().route(x.float() @ weight.float().t() + bias.float(), 3, chosen=True)
+        found = ops.route(prepared.router(x, bias), 3, SOFTMAX_OF_CHOSEN)
+        expected = ReferenceOps().route(x.float() @ weight.float().t() + bias.float(), 3, SOFTMAX_OF_CHOSEN)
         assert torch.equal(found.experts, expected.experts)
         close(found.weights, expected.weights, dtype)
-        alone = ops.route(prepared.router(x[7:8], bias), 3, chosen=True)
+        alone = ops.route(prepared.router(x[7:8], bias), 3, SOFTMAX_OF_CHOSEN)
         assert kind == "plain" or same_bits(alone.weights, found.weights[7:8])
 
 
@@ -77,7 +77,7 @@ def test_routing_of_few_rows_on_a_gpu(count: int, experts: int) -> None:
     for rows in (1, 3, 8, 9):
         logits = torch.randn(rows, experts, device=device)
         logits[rows // 2] = logits[0]
-        found, expected = (each.route(logits, count, chosen=True) for each in (ops, ReferenceOps()))
+        found, expected = (each.route(logits, count, SOFTMAX_OF_CHOSEN) for each in (ops, ReferenceOps()))
         assert torch.equal(found.experts, expected.experts)
         torch.testing.assert_close(found.weights, expected.weights)
         assert torch.equal(found.order, expected.order)
@@ -97,9 +97,9 @@ def test_routing_of_rows_that_are_not_finite(kind: str) -> None:
     ops, device, _ = make_ops(kind)
     torch.manual_seed(0)
     logits = torch.randn(5, 12, device=device)
-    alone = ops.route(logits[4:], 3, chosen=True)
+    alone = ops.route(logits[4:], 3, SOFTMAX_OF_CHOSEN)
     logits[0], logits[1], logits[2, 5], logits[3, 11] = torch.nan, -torch.inf, torch.inf, torch.nan
-    found = ops.route(logits, 3, chosen=True)
+    found = ops.route(logits, 3, SOFTMAX_OF_CHOSEN)
     assert ((found.experts >= 0) & (found.experts < 12)).all()
     assert torch.equal(found.experts[4:], alone.experts)
     assert same_bits(found.weights[4:], alone.weights)
@@ -131,7 +131,7 @@ def test_fp4_in_strips_has_the_bits_of_outputs_one_after_the_other() -> None:
     ops, device, types = make_ops("triton")
     torch.manual_seed(0)
     codes = some_codes("fp4", 5 * 16, 320, 32, offsets=False, device=device)
-    routing, x = ops.route(torch.randn(9, 5, device=device), 2, chosen=True), torch.randn(9, 320, device=device)
+    routing, x = ops.route(torch.randn(9, 5, device=device), 2, SOFTMAX_OF_CHOSEN), torch.randn(9, 320, device=device)
     for dtype in types:
         one = ops.prepare_codes(codes, dtype, experts=5)
         other = replace(one, packed=pack(codes, dtype, strips=False))
@@ -178,7 +178,7 @@ def test_products_and_their_weighted_sums(kind: str, code: CodeType | None, glu:
         for rows in (1, 40):
             logits = torch.randn(rows, 5, device=device)
             logits[:, 3] = -9.0
-            routing = ops.route(logits, 2, chosen=True)
+            routing = ops.route(logits, 2, SOFTMAX_OF_CHOSEN)
             x = (3 * torch.randn(rows, 104, device=device)).to(dtype)[:, :96]
             bias, last = (torch.randn(5 * n, device=device).to(dtype) for n in (44, 38))
             inner = gated.expert_linear(x, routing, bias, glu=glu)
@@ -218,7 +218,7 @@ def test_a_row_has_the_same_bits_in_any_company(kind: str, code: CodeType | None
     logits, x, inner = (torch.randn(*size, device=device) for size in ((70, 5), (70, 96), (140, 32)))
 
     def results(index: torch.Tensor, gated: Weight, plain: Weight, dtype: torch.dtype) -> list[torch.Tensor]:
-        routing = ops.route(logits[index], 2, chosen=False)
+        routing = ops.route(logits[index], 2, RoutingRule(False))
         first = gated.expert_linear(x[index].to(dtype), routing, glu=SWIGLU)
         pairs = (2 * index[:, None] + torch.arange(2, device=device)).flatten()
         second = plain.expert_linear(inner[pairs].to(dtype), routing)
