@@ -148,7 +148,7 @@ KINDS |= {
 }
 WINDOWED = [kind for kind in KINDS if kind.endswith("windows")]
 WITH_LATENTS = ["glm4-moe-lite", "deepseek-v3"]
-WITH_EXPERTS = ["qwen3-moe", "mixtral", "gpt-oss", *WITH_LATENTS]
+WITH_EXPERTS = ["qwen3-moe", "mixtral", "gpt-oss"]
 
 
 def interpret_products_in_order() -> None:

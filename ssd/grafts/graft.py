@@ -28,7 +28,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Final, cast, get_args
@@ -37,7 +36,7 @@ import torch
 
 from ssd.errors import ConfigError, UnsupportedModel
 from ssd.grafts.expert_graft import ROUTERS, HeldMLP, add_codes, expert_obstacles, expert_part
-from ssd.grafts.shapes import SHAPES
+from ssd.grafts.shapes import SHAPES, shape_of
 from ssd.kernels.codes import TargetFormat
 from ssd.layers.formats import DENSE, FormatOf, WeightFormat
 from ssd.layers.formats.mxfp4 import GROUP, MXFP4
@@ -86,16 +85,12 @@ class GraftCheckpoint:
     @classmethod
     def of(cls, base: Checkpoint, shape: str, base_name: str = "") -> GraftCheckpoint:
         """In one of the published shapes; `shape` may end with a format: llama-3.1-70b:fp8."""
-        shape_name, rounding, form = shape.partition(":")
-        if shape_name not in SHAPES:
-            close = get_close_matches(shape_name, SHAPES, n=1)
-            meant = f"did you mean {close[0]}? Else " if close else ""
-            raise ConfigError(f"shape={shape_name!r} is not known: {meant}use one of {', '.join(SHAPES)}")
-        if rounding and form not in get_args(TargetFormat):
+        shape_name, form = name_and_format(shape)
+        found = shape_of(shape_name)
+        if form is not None and form not in get_args(TargetFormat):
             known = ", :".join(get_args(TargetFormat))
             raise ConfigError(f"shape={shape!r} ends with no format: use :{known}, or none")
-        name, chosen = base_name or base.path.resolve().name, cast(TargetFormat, form) if rounding else None
-        return cls(base, name, SHAPES[shape_name], shape_name, chosen)
+        return cls(base, base_name or base.path.resolve().name, found, shape_name, cast("TargetFormat | None", form))
 
     def __post_init__(self) -> None:
         obstacle = next(obstacles(self.base.config, self.shape), None)
@@ -223,6 +218,12 @@ class GraftCheckpoint:
             tensor[real:, -1] = CONSTANT_HEAD
 
 
+def name_and_format(shape: str) -> tuple[str, str | None]:
+    """Of NAME, NAME:FORMAT or NAME:layers=N:FORMAT."""
+    name, given, form = shape.rpartition(":")
+    return (name, form) if given and not form.startswith("layers=") else (shape, None)
+
+
 # --- what fits --------------------------------------------------------------------------------------------------------
 
 
@@ -282,9 +283,7 @@ def host(shape: DecoderConfig) -> LayerSpec:
 
 def host_attention(shape: DecoderConfig) -> GQASpec:
     """That of `host`, in shapes that can be those of a graft."""
-    attention = host(shape).attention
-    assert isinstance(attention, GQASpec)
-    return attention
+    return replace(shape, layers=(host(shape),)).attention
 
 
 def held_mlp(small: DecoderConfig, big: DecoderConfig) -> HeldMLP:

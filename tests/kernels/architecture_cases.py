@@ -217,7 +217,7 @@ def test_attention(architecture: int, dtype: torch.dtype, heads: HeadShape, fp8:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("num_heads", [20, 64, 128])
 def test_latent_attention(architecture: int, dtype: torch.dtype, num_heads: int) -> None:
-    """Of GLM-4.7-Flash, Kimi K2 and DeepSeek-V3, with their router; those in float32 on GPUs with enough shared memory."""
+    """Of GLM-4.7-Flash, Kimi K2 and DeepSeek-V3, with their router."""
     if dtype is torch.float32 and architecture != 90:
         pytest.skip("an engine refuses it")
     heads, key_dim = HeadShape(num_heads, 1, 576, latent_dim=512, softmax_scale=0.1), 128

@@ -49,6 +49,53 @@ def test_routing(kind: str, chosen: bool) -> None:
     assert torch.equal(routing.starts.long(), torch.searchsorted(pairs.long(), torch.arange(13, device=device)))
 
 
+RULES = [
+    RoutingRule(True, True, 1, 1, 1.8),
+    RoutingRule(False, True, 4, 2, 2.5),
+    RoutingRule(True, True, 4, 3),
+    RoutingRule(True, True, 6, 2, 0.5),
+]
+
+
+def by_hand(logits: torch.Tensor, correction: torch.Tensor, count: int, rule: RoutingRule) -> list[tuple[int, float]]:
+    """One row's experts and weights, as the published code has them, with ties in order."""
+    numbers = logits.sigmoid().tolist()
+    scores = [number + own for number, own in zip(numbers, correction.tolist(), strict=True)]
+    size = len(scores) // rule.groups
+    groups = [sorted(scores[g * size : (g + 1) * size])[-2:] for g in range(rule.groups)]
+    kept = sorted(range(rule.groups), key=lambda g: (-sum(groups[g]), g))[: rule.kept_groups]
+    best = sorted((e for e in range(len(scores)) if e // size in kept), key=lambda e: (-scores[e], e))[:count]
+    total = sum(numbers[e] for e in best) if rule.normalized else 1.0
+    return [(e, numbers[e] / total * rule.scale) for e in best]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("kind", KERNELS)
+def test_routing_by_sigmoids(kind: str, rule: RoutingRule) -> None:
+    """Catches weights that have the correction, a group that is chosen by one expert, and the order of equal scores:
+    two groups that are equal, and all experts. Rows keep their bits."""
+    ops, device, _ = make_ops(kind)
+    torch.manual_seed(0)
+    rows = 5 if kind == "triton" and not CUDA else 37
+    logits, correction = torch.randn(rows, 12, device=device), torch.randn(12, device=device) / 4
+    logits[2], correction[3:6] = 0.0, correction[:3]  # groups 0 and 1 of four are equal, with 0 twice the same experts
+    found = ops.route(logits, 3, rule, correction)
+    for row, ids, weights in zip(logits, found.experts.tolist(), found.weights.tolist(), strict=True):
+        expected = by_hand(row, correction, 3, rule)
+        assert ids == [expert for expert, _ in expected]
+        assert weights == pytest.approx([weight for _, weight in expected], rel=1e-5)
+    equal = ops.route(torch.zeros_like(logits), 3, rule, torch.zeros_like(correction))
+    assert equal.experts.tolist() == [[0, 1, 2]] * rows
+    alone = ops.route(logits[3:4], 3, rule, correction)
+    assert same_bits(alone.weights, found.weights[3:4])
+    pairs = found.experts.flatten()[found.order.long()]
+    assert torch.equal(pairs, pairs.sort().values)
+    logits[0], logits[1] = torch.nan, torch.inf  # never an expert that is not there
+    again = ops.route(logits, 3, rule, correction)
+    assert ((again.experts >= 0) & (again.experts < 12)).all()
+    assert same_bits(again.weights[2:], found.weights[2:])
+
+
 @pytest.mark.parametrize("kind", KERNELS)
 def test_a_router_s_logits(kind: str) -> None:
     """A depth of several pieces; experts and rows of several tiles; rows in any company."""
@@ -197,6 +244,13 @@ def test_products_and_their_weighted_sums(kind: str, code: CodeType | None, glu:
             normed = ops.combine_and_norm(ExpertOutputs(outputs, routing), weight, 1e-5, residual)
             assert same_bits(normed, expected)
             assert same_bits(residual, other)
+            shared = torch.randn(rows, 38, device=device)
+            total = ops.combine(outputs, routing, shared, float32=True)
+            close(total, reference.combine(outputs, routing, shared, float32=True), torch.float32)
+            expected = ops.rms_norm(ops.combine(outputs, routing, shared), weight, 1e-5)
+            assert same_bits(
+                ops.combine_and_norm(ExpertOutputs(outputs, routing, shared), weight, 1e-5, None), expected
+            )
 
 
 @pytest.mark.parametrize(

@@ -103,19 +103,21 @@ def _load_kv(
     if TMA:
         slot = tl.load(table + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
         keys, values = k.load([slot, kv_head * D]), v.load([slot, kv_head * D])
+        k_rope = keys
     else:
         n = start + tl.arange(0, BLOCK_N)
         block = tl.load(table + n // BLOCK_SIZE, mask=n < end, other=0).to(tl.int64)
         slots = (block * BLOCK_SIZE + n % BLOCK_SIZE)[:, None] * slot_stride
+        at = (0 if ROPE else kv_head * D) + slots + d[None, :]
         mask = (n < end)[:, None] & (d < D)[None, :]
+        keys = tl.load(k + at, mask=mask, other=0.0)
         if ROPE:
-            keys = tl.load(k + slots + d[None, :], mask=mask, other=0.0)
-            mask = (n < end)[:, None] & (rope < ROPE)[None, :]
-            return keys, tl.load(k + slots + D + rope[None, :], mask=mask, other=0.0), keys
-        at = kv_head * D + slots + d[None, :]
-        keys, values = tl.load(k + at, mask=mask, other=0.0), tl.load(v + at, mask=mask, other=0.0)
-    keys = widen(keys, dtype, WIDEN)
-    return keys, keys, widen(values, dtype, WIDEN)
+            values = keys
+            k_rope = tl.load(k + slots + D + rope[None, :], mask=(n < end)[:, None] & (rope < ROPE)[None, :], other=0.0)
+        else:
+            values = tl.load(v + at, mask=mask, other=0.0)
+            k_rope = keys
+    return widen(keys, dtype, WIDEN), k_rope, widen(values, dtype, WIDEN)
 
 
 @triton.jit
@@ -138,12 +140,12 @@ def _branch_piece(
         at = head_offset + (last - depth + n % WIDTH)[:, None] * slot_stride
         mask = inside[:, None] & d_mask[None, :]
         k = widen(tl.load(k_ptr + at + d[None, :], mask=mask, other=0.0), q.dtype, WIDEN)
-        k_rope = k
-        v = k
         if ROPE:
+            v = k
             k_rope = tl.load(k_ptr + at + D + rope[None, :], mask=inside[:, None] & (rope < ROPE)[None, :], other=0.0)
         else:
             v = widen(tl.load(v_ptr + at + d[None, :], mask=mask, other=0.0), q.dtype, WIDEN)
+            k_rope = k
         visible = inside[None, :] & (n[None, :] // WIDTH == branch[:, None])
         m, sums, acc = _step(q, q_rope, k, k_rope, v, True, visible, scale, ones, m, sums, acc, ROPE)
     return m, tl.max(sums, axis=1), acc
@@ -306,8 +308,9 @@ def _decode_kernel(
     q_at = q_ptr + flat[:, None] * (D + ROPE)
     q = beside(tl.load(q_at + d[None, :], mask=mask, other=0.0), WIDEN)
     rope = tl.arange(0, BLOCK_R)
-    q_rope = q
-    if ROPE:
+    if not ROPE:
+        q_rope = q
+    else:
         q_rope = tl.load(q_at + D + rope[None, :], mask=valid[:, None] & (rope < ROPE)[None, :], other=0.0)
     stop = tl.minimum(end, last_piece * SPLIT_LEN)
     seen_by_all = (tl.min(tl.where(valid, position, end)) + 1) // BLOCK_N * BLOCK_N  # steps up to there need no mask
@@ -414,8 +417,9 @@ def _prefill_kernel(
     q_at = q_ptr + flat[:, None] * (D + ROPE)
     q = beside(tl.load(q_at + d[None, :], mask=mask, other=0.0), WIDEN)
     rope = tl.arange(0, BLOCK_R)
-    q_rope = q
-    if ROPE:
+    if not ROPE:
+        q_rope = q
+    else:
         q_rope = tl.load(q_at + D + rope[None, :], mask=valid[:, None] & (rope < ROPE)[None, :], other=0.0)
     end = before + tl.minimum(first_token + TOKENS, num_queries)
     seen_by_all = (before + first_token + 1) // BLOCK_N * BLOCK_N  # steps up to there need no mask
