@@ -229,12 +229,12 @@ def name_and_format(shape: str) -> tuple[str, str | None]:
 
 def obstacles(small: DecoderConfig, big: DecoderConfig) -> Iterator[str]:
     """Why `small` cannot be grafted into `big`."""
-    if small.family not in (big.family, _BASES.get(big.family)):
-        yield f"the shape's family is {big.family}, the base's is {small.family}"
-    own, wide = small.attention, host(big).attention
-    if isinstance(wide, LatentSpec):
+    if isinstance(host(big).attention, LatentSpec):
         yield "it has latent attention, whose one rotated key cannot be those of the base's KV heads"
         return
+    if small.family not in (big.family, _BASES.get(big.family)):
+        yield f"the shape's family is {big.family}, the base's is {small.family}"
+    own, wide = small.attention, host_attention(big)
     biases = {"qkv_bias": own.qkv_bias, "output_bias": own.output_bias, "mlp_bias": small.mlp.bias}
     yield from (f"the base's {name} is true, and a graft holds no biases" for name, there in biases.items() if there)
     if own.window is not None:

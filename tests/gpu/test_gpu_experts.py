@@ -131,7 +131,11 @@ PARAMS = [SamplingParams(temperature=float(i % 2), seed=i, max_new_tokens=32, ig
 
 
 @pytest.mark.parametrize(
-    ("kind", "quantization"), [("qwen3-moe", None), ("qwen3-moe", "fp8"), ("qwen3-moe", "int4"), ("gpt-oss", None)]
+    ("kind", "quantization"),
+    [
+        *(("qwen3-moe", None), ("qwen3-moe", "fp8"), ("qwen3-moe", "int4"), ("gpt-oss", None)),
+        *(("glm4-moe-lite", None), ("deepseek-v3", None), ("deepseek-v3", "fp8")),
+    ],
 )
 def test_the_same_text_by_ar_sd_and_ssd(
     make_model: Callable[[str], TestModel], kind: str, quantization: str | None

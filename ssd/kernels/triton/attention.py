@@ -561,9 +561,10 @@ def paged_attention(
     k_cache, v_cache = as_bytes(k_cache), as_bytes(v_cache)
     whole = block_size % BLOCK_N == 0 and block_d == heads.head_dim and block_d * k_cache.element_size() >= _TMA_BYTES
     tma = workspace.capability >= (9, 0) and whole and not wide
-    decode_stages, prefill_stages = (2, 1) if wide else (5, 7 if tma else 3)  # that fit into shared memory
+    # What fits into shared memory.
+    step, decode_stages, prefill_stages = (BLOCK_N, 2, 1) if wide else (BLOCK_N, 5, 7 if tma else 3)
     if rope_dim:
-        decode_stages = prefill_stages = 1 if wide else 2
+        step, decode_stages, prefill_stages = (BLOCK_N // 2, 1, 1) if wide else (BLOCK_N, 2, 2)
     k, v = (_descriptor(cache) if tma else cache for cache in (k_cache, v_cache))
     table_stride, slot_stride = batch.block_tables.stride(0), k_cache.stride(1)
     softmax = heads.scale * scales.k * LOG2_E, scales.v
@@ -573,7 +574,7 @@ def paged_attention(
         "D": heads.value_dim,
         "ROPE": rope_dim,
         "BLOCK_SIZE": block_size,
-        "BLOCK_N": BLOCK_N,
+        "BLOCK_N": step,
         "BLOCK_D": block_d,
         "BLOCK_R": max(_MMA_COLUMNS, triton.next_power_of_2(max(1, rope_dim))),
         "SPLIT_LEN": SPLIT,
