@@ -440,23 +440,9 @@ def _prefill_kernel(
             first = tl.maximum(piece, begin)
         for start in tl.range(first, tl.minimum(end, piece + SPLIT_LEN), BLOCK_N, num_stages=STAGES):
             keys, k_rope, values = _load_kv(
-                k,
-                v,
-                table,
-                start,
-                end,
-                kv_head,
-                slot_stride,
-                d,
-                rope,
-                TMA,
-                BLOCK_SIZE,
-                BLOCK_N,
-                D,
-                ROPE,
-                WIDEN,
-                q.dtype,
-            )
+                k, v, table, start, end, kv_head, slot_stride, d, rope,
+                TMA, BLOCK_SIZE, BLOCK_N, D, ROPE, WIDEN, q.dtype,
+            )  # fmt: skip
             n = start + tl.arange(0, BLOCK_N)
             visible = n[None, :] <= position[:, None]
             masked = start >= seen_by_all
