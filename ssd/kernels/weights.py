@@ -128,8 +128,8 @@ class Weight:
         raise NotImplementedError
 
     def head_linear(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
-        """y[:, h] = x[:, h] W_h^T of each head h: x [rows, heads, in], y [rows, heads, out], both with any strides;
-        None: a new y. W_h is the h-th expert's part of a weight of floats that was prepared for experts."""
+        """y[:, h] = x[:, h] W_h^T of each head h: x [rows, heads, in], y [rows, heads, out] (None: a new one), with any
+        strides of rows and heads. W_h is the h-th expert's part of a weight of floats that was prepared for experts."""
         raise NotImplementedError
 
     def embedding(self, token_ids: torch.Tensor) -> torch.Tensor:

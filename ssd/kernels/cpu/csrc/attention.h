@@ -289,7 +289,8 @@ static void vector_chunks(const struct task *t, long from, long to, float *memor
     const long dp = a->dp;
     struct softmax s = {.q = memory, .scores = memory + a->lanes * dp};
     struct chunk c = {.bytes = a->d * bytes_of(a->kv)};
-    c.in_place = t->queries <= AQ && a->kv != E4M3 && a->d % (AV * VL) == 0 && a->value_d % (AV * VL) == 0; /* else keys and values are widened once */
+    const int whole = a->d % (AV * VL) == 0 && a->value_d % (AV * VL) == 0;
+    c.in_place = t->queries <= AQ && a->kv != E4M3 && whole; /* else keys and values are widened once */
     c.narrow = c.in_place && a->kv == BF16;
     c.copy_k = s.scores + a->lanes * CH, c.copy_v = c.copy_k + CH * dp;
     if (dp != a->d) memset(c.copy_k, 0, (size_t)(2 * CH * dp) * 4);

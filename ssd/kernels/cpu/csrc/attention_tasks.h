@@ -87,8 +87,8 @@ int ssd_paged_attention(const void *given, int nthreads) {
     memcpy(&a, call, sizeof *call);
     a.vp = ceil_div(a.value_d, VL) * VL;
     long longest = 0, work = 0, queries = QUERIES, whole = VL;
-    while (a.value_d < d && heads / kv_heads > QUERIES * a.parts) a.parts++; /* numbers of heads that */
-    while (heads / kv_heads % a.parts) a.parts++;                            /* are equal */
+    const long group = heads / kv_heads; /* in latent attention: equal parts of QUERIES heads at most */
+    while (a.value_d < d && (group > QUERIES * a.parts || group % a.parts)) a.parts++;
     const long columns = kv_heads * a.parts;
     for (long s = 0; s < sequences; s++) {
         if (!attention_fits(&a, s)) return 1;

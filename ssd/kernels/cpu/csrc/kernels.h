@@ -52,8 +52,8 @@ struct linear {
     long row_groups;
 };
 
-/* The `count` experts of each row and their weights, by the rule of RoutingRule in weights.py.  A pair is (row, place among its experts); `order` has the pairs by
- * expert, those of expert e from starts[e] on. */
+/* The `count` experts of each row and their weights, by a RoutingRule (ssd/kernels/weights.py).  A pair is (row, place among
+ * its experts); `order` has the pairs by expert, those of expert e from starts[e] on. */
 struct route {
     const float *logits, *correction;
     long rows, experts, count, groups, kept_groups;
@@ -80,7 +80,8 @@ struct head_linear {
     const int64_t *weights;
 };
 
-/* y[r] = sum over i of weights[r][i] * x[r * count + i], one after the other, plus shared[r] if it is there; wide: y is fp32 although x is bf16 */
+/* y[r] = sum over i of weights[r][i] * x[r * count + i], one after the other, plus shared[r] if it is there; wide: y is fp32
+ * although x is bf16 */
 struct combine {
     const void *x;
     const float *weights, *shared;
