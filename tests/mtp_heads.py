@@ -100,6 +100,7 @@ def make_mtp(
     reference = target.reference
     config = reference.config
     own = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "mlp_only_layers": []}
+    own |= {"first_k_dense_replace": 0, "mlp_layer_types": ["sparse"]}
     torch.manual_seed(4)
     layer = type(reference)(type(config)(**{**config.to_dict(), **own})).float().eval()
     randomise_vectors(layer)

@@ -95,18 +95,18 @@ class LatentAttention:
         """Before a forward pass; once for all layers of a group with such heads."""
         self.ops.plan(batch, self.heads, kv[0])
 
-    def store(self, x: Rows, batch: DeviceBatch, kv: LayerKV) -> torch.Tensor:
-        """Writes the keys of a batch to their slots; returns the queries, as they are multiplied by latents."""
+    def store(self, x: Rows, batch: DeviceBatch, kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes the keys of a batch to their slots; returns the heads' queries, and those for latents, of which only
+        the rotated columns are set."""
         spec, [cache], down = self.spec, kv, self.qkv(x)
         rank = spec.query_rank or 0
         query = self.query(x if self.query_norm is None else self.query_norm.rows(down[:, :rank], None))
         query = query.view(len(query), self.heads.num_heads, spec.query_dim)
-        queries = self.ops.latent_rope_and_store(query, down[:, rank:], batch, self.rope, self.heads, cache)
-        self.products.keys.head_linear(query[:, :, : spec.key_dim], queries[:, :, : spec.latent_dim])
-        return queries
+        return query, self.ops.latent_rope_and_store(query, down[:, rank:], batch, self.rope, self.heads, cache)
 
     def __call__(self, x: Rows, batch: DeviceBatch, kv: LayerKV) -> torch.Tensor:
-        queries, [cache], heads = self.store(x, batch, kv), kv, self.heads
+        (query, queries), [cache], heads = self.store(x, batch, kv), kv, self.heads
+        self.products.keys.head_linear(query[:, :, : self.spec.key_dim], queries[:, :, : heads.latent_dim])
         latents = self.ops.attention(queries, batch, heads, cache, cache)
         latents = latents.view(len(latents), heads.num_heads, heads.value_dim)
         values = self.products.values.head_linear(latents)

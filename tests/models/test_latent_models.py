@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import KINDS, WITH_LATENTS, TestModel, mostly_slow, ragged_prompts, save_model
 from eagle_heads import make_head
+from mtp_heads import make_mtp
 from quantized_checkpoints import FP8, GROUPS_32, compressed, pack_bytes, pack_ct
 from safetensors.torch import load_file, save_file
 from split_models import TOKENS, logits, on_ranks
@@ -150,6 +151,7 @@ def test_kimi_s_text_model_and_further_layers(tmp_path: Path, caplog: pytest.Log
     raw = json.loads((tmp_path / "config.json").read_text())
     raw = {"text_config": {**raw, "model_type": "kimi_k2", "architectures": None}, "vision_config": {"hidden_size": 3}}
     raw |= {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25"}
+    raw["text_config"]["num_nextn_predict_layers"] = 1
     (tmp_path / "config.json").write_text(json.dumps(raw))
     checkpoint = HFCheckpoint.open(tmp_path)
     assert checkpoint.config.family == "kimi_k25"
@@ -158,7 +160,7 @@ def test_kimi_s_text_model_and_further_layers(tmp_path: Path, caplog: pytest.Log
     with caplog.at_level(logging.INFO, "ssd"):
         assert (logits(checkpoint, TensorParallel()) - theirs).abs().max() < 1e-4
     [line] = [record.message for record in caplog.records if "skipped" in record.message]
-    assert line == "skipped 1 tensors of other models (vision) and 2 of MTP layers"
+    assert line.startswith("skipped 1 tensors whose names do not begin with language_model.")
     edited(tmp_path, str, **{"language_model.model.layers.0.odd.weight": torch.ones(3)})
     with pytest.raises(UnsupportedModel, match=r"model\.layers\.0\.odd\.weight"):
         logits(checkpoint, TensorParallel())
@@ -216,7 +218,7 @@ def test_the_same_text_in_all_modes(
     make_model: Callable[[str], TestModel], kind: str, dtype: str, tmp_path: Path
 ) -> None:
     """T = 0 and 1, one request at a time or several; chunks of prompts of any size; preempted sequences; drafted by a
-    dense model, by itself, by a head with KV heads. Catches a form of attention that depends on the rows."""
+    dense model, by itself, by heads of both kinds. Catches a form of attention that depends on the rows."""
     model, dense = make_model(kind), make_model("qwen3").path
     alone = answers(model.path, dtype, 1, {"prefix_caching": False})
     for chunk in (17, 64):
@@ -225,10 +227,14 @@ def test_the_same_text_in_all_modes(
     assert answers(model.path, dtype, 6, scarce) == alone
     assert answers(model.path, dtype, 1, {"max_num_batched_tokens": 1}) == alone
     head = make_head(model, tmp_path / "head").path
-    for draft, batch in ((dense, 16), (model.path, 3), (head, 6)):
-        assert answers(model.path, dtype, batch, {"block_size": 4}, mode="sd", draft=draft, k=3) == alone, draft
+    mtp = make_mtp(model, tmp_path / "mtp")
+    for path, draft, batch in (
+        *((model.path, dense, 16), (model.path, model.path, 3)),
+        *((model.path, head, 6), (mtp.model, mtp.path, 6)),
+    ):
+        assert answers(path, dtype, batch, {"block_size": 4}, mode="sd", draft=draft, k=3) == alone, draft
         ssd = {"mode": "ssd", "draft": draft, "k": 3, "placement": "inline"}
-        assert answers(model.path, dtype, batch, {}, **ssd) == alone, draft
+        assert answers(path, dtype, batch, {}, **ssd) == alone, draft
     assert answers(dense, dtype, 6, {}, mode="sd", draft=model.path, k=3) == answers(dense, dtype, 1, {})
 
 
