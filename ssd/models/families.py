@@ -234,7 +234,7 @@ def glm4_moe_lite(raw: Raw) -> DecoderConfig:
 
 
 def deepseek_v3(raw: Raw) -> DecoderConfig:
-    """DeepSeek-V3, R1 and V3.1, Kimi K2, Moonlight: latent attention, experts in groups."""
+    """DeepSeek-V3 and R1, Kimi K2, Moonlight: latent attention, experts in groups."""
     return _latent(raw, "deepseek_v3", max_position=4096, dense=_size(raw, "first_k_dense_replace", 3))
 
 
@@ -350,7 +350,7 @@ def decoder_config(raw: Raw) -> DecoderConfig:
             'speculation={"mode": "sd", "draft": DRAFT} (on the command line --draft DRAFT)'
         )
     if name in _SPARSE:
-        raise UnsupportedModel(f"architectures={shown(name)}: ssd has no sparse attention; use DeepSeek-V3.1 or V3")
+        raise UnsupportedModel(f"architectures={shown(name)}: ssd has no sparse attention; use DeepSeek-V3")
     if family is None:
         raise UnsupportedModel(f"architectures={shown(name)}: ssd runs {', '.join(FAMILIES)}")
     activation = raw.get("hidden_act", "silu")
