@@ -130,7 +130,8 @@ def make_mtp(
         index.write_text(json.dumps(described), encoding="utf-8")
         raw["num_nextn_predict_layers"] = 1
     elif layout == "nextn":
-        raw |= {"architectures": [f"{raw['architectures'][0]}NextN"], "num_hidden_layers": 1, "layer_types": None}
+        raw |= {"architectures": [f"{raw['architectures'][0]}NextN"], "num_hidden_layers": 1}
+        raw |= {"layer_types": None, "mlp_layer_types": None}
     else:
         raw = {"architectures": ["MTPDraftModel"], "speculators_model_type": "mtp", "transformer_layer_config": raw}
     (path / "config.json").write_text(json.dumps(raw | (changes or {})), encoding="utf-8")
