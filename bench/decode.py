@@ -36,7 +36,7 @@ from ssd.execution.batch import Batch
 from ssd.execution.runner import ModelRunner
 from ssd.execution.target import Target
 from ssd.grafts.export import config_json
-from ssd.grafts.shapes import SHAPES
+from ssd.grafts.shapes import SHAPES, shape_of
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.config import DecoderConfig
 
@@ -67,7 +67,7 @@ def bench_cpu(shape: str, args: argparse.Namespace) -> list[Row]:
     from ssd import LLM
 
     with tempfile.TemporaryDirectory() as folder:
-        model = hf_model(SHAPES[shape], torch.float32, torch.device("cpu"))
+        model = hf_model(shape_of(shape), torch.float32, torch.device("cpu"))
         model.save_pretrained(folder)
         start = time.perf_counter()
         llm = LLM(folder, device="cpu", dtype="float32", kv_cache_dtype=args.kv_cache_dtype)
@@ -75,7 +75,7 @@ def bench_cpu(shape: str, args: argparse.Namespace) -> list[Row]:
         rows.append(("ssd ready after", {"s": round(time.perf_counter() - start, 2)}))
         half = LLM(folder, device="cpu", dtype="bfloat16", kv_cache_dtype=args.kv_cache_dtype)
         for batch in (1, 8):
-            prompts = random_prompts(batch, args.prompt_len, SHAPES[shape].vocab_size)
+            prompts = random_prompts(batch, args.prompt_len, shape_of(shape).vocab_size)
             contenders = {
                 "ssd": lambda p=prompts: engine_decode(llm.driver, p, args.new_tokens),
                 "transformers": lambda p=prompts: hf_decode(model, p, args.new_tokens),
@@ -83,7 +83,7 @@ def bench_cpu(shape: str, args: argparse.Namespace) -> list[Row]:
             }
             speeds = alternate(contenders, args.repeats)
             rows += compared(f"batch {batch}", speeds)
-        jobs = ragged_jobs(24, SHAPES[shape].vocab_size)
+        jobs = ragged_jobs(24, shape_of(shape).vocab_size)
         eight = LLM(folder, device="cpu", dtype="float32", max_num_seqs=8, kv_cache_dtype=args.kv_cache_dtype)
         speeds = alternate(
             {"ssd": lambda: engine_serve(eight.driver, jobs), "transformers": lambda: hf_serve(model, jobs, 8)}, 1
@@ -130,7 +130,7 @@ def bench_gpu(shape: str, args: argparse.Namespace) -> list[Row]:
     device = torch.device(args.device)
     speed = bandwidth(device)
     start = time.perf_counter()
-    checkpoint = open_checkpoint(args.model) if args.model else RandomCheckpoint(SHAPES[shape])
+    checkpoint = open_checkpoint(args.model) if args.model else RandomCheckpoint(shape_of(shape))
     longest = min(max(4096, args.prompt_len + args.new_tokens), checkpoint.config.max_position)
     config = EngineConfig(
         args.model or shape,
@@ -177,8 +177,8 @@ def bench_gpu(shape: str, args: argparse.Namespace) -> list[Row]:
     engine = runner = measured = None  # type: ignore[assignment]
     torch.cuda.empty_cache()
     if not args.no_transformers and not args.model:
-        model = hf_model(SHAPES[shape], torch.bfloat16, device)
-        prompts = random_prompts(1, args.prompt_len, SHAPES[shape].vocab_size)
+        model = hf_model(shape_of(shape), torch.bfloat16, device)
+        prompts = random_prompts(1, args.prompt_len, shape_of(shape).vocab_size)
         theirs = alternate({"hf": lambda: hf_decode(model, prompts, 32)}, 2)["hf"]
         ratio = round(ours / statistics.median(theirs), 1)
         rows.append(("transformers (eager), batch 1", {"tokens/s": spread(theirs)}))
@@ -292,7 +292,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape")
+    which.add_argument("--shape", help=f"random weights of this shape, or NAME:layers=N: {', '.join(SHAPES)}")
     which.add_argument("--model", help="a checkpoint: anything that `ssd generate` takes")
     parser.add_argument("--prompt-len", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=64)

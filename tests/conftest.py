@@ -132,7 +132,22 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+LATENT: dict[str, Any] = {
+    **{"num_attention_heads": 6, "num_key_value_heads": 6, "q_lora_rank": 24, "kv_lora_rank": 40, "v_head_dim": 20},
+    **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "moe_intermediate_size": 40, "num_experts_per_tok": 3},
+}
+KINDS |= {
+    "glm4-moe-lite": ("Glm4MoeLite", {**LATENT, "n_routed_experts": 6}),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            **{**LATENT, "n_routed_experts": 12, "n_shared_experts": 2, "n_group": 4, "topk_group": 2},
+            **{"first_k_dense_replace": 1, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}},
+        },
+    ),
+}
 WINDOWED = [kind for kind in KINDS if kind.endswith("windows")]
+WITH_LATENTS = ["glm4-moe-lite", "deepseek-v3"]
 WITH_EXPERTS = ["qwen3-moe", "mixtral", "gpt-oss"]
 
 
@@ -258,6 +273,9 @@ def randomise_vectors(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             parameter.data.normal_(0.0 if "bias" in name else 1.0, 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.2)
 
 
 def byte_tokenizer() -> Tokenizer:

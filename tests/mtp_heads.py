@@ -100,6 +100,7 @@ def make_mtp(
     reference = target.reference
     config = reference.config
     own = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "mlp_only_layers": []}
+    own |= {"first_k_dense_replace": 0, "mlp_layer_types": ["sparse"]}
     torch.manual_seed(4)
     layer = type(reference)(type(config)(**{**config.to_dict(), **own})).float().eval()
     randomise_vectors(layer)
@@ -129,7 +130,8 @@ def make_mtp(
         index.write_text(json.dumps(described), encoding="utf-8")
         raw["num_nextn_predict_layers"] = 1
     elif layout == "nextn":
-        raw |= {"architectures": [f"{raw['architectures'][0]}NextN"], "num_hidden_layers": 1, "layer_types": None}
+        raw |= {"architectures": [f"{raw['architectures'][0]}NextN"], "num_hidden_layers": 1}
+        raw |= {"layer_types": None, "mlp_layer_types": None}
     else:
         raw = {"architectures": ["MTPDraftModel"], "speculators_model_type": "mtp", "transformer_layer_config": raw}
     (path / "config.json").write_text(json.dumps(raw | (changes or {})), encoding="utf-8")

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from ssd.kernels.codes import Codes, dequantize, rounded_rows
 from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales, Rope, SharedOps
-from ssd.kernels.weights import GLU, Routing, RowRounding, Rows, Weight
+from ssd.kernels.weights import GLU, Routing, RoutingRule, RowRounding, Rows, Weight
 
 _E4M3_MAX = 448.0
 
@@ -53,6 +53,11 @@ class ReferenceWeight(Weight):
             y = _gated(y, glu)
         return y.float() if float32 else y
 
+    def head_linear(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        weights = self.wide.view(x.shape[1], -1, x.shape[2])
+        made = torch.einsum("rhi,hoi->rho", x, weights)
+        return made if y is None else y.copy_(made)
+
     def embedding(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self.wide[token_ids]
 
@@ -90,19 +95,35 @@ class ReferenceOps(SharedOps):
     ) -> Weight:
         return ReferenceWeight(dequantize(codes, dtype), gated, rows)
 
-    def route(self, logits: torch.Tensor, count: int, *, chosen: bool) -> Routing:
-        ids = logits.argsort(dim=1, descending=True, stable=True)[:, :count]
-        logits = logits - logits.amax(1, keepdim=True)
-        weights = logits.gather(1, ids).exp()
-        weights = weights / (weights if chosen else logits.exp()).sum(1, keepdim=True)
+    def route(
+        self, logits: torch.Tensor, count: int, rule: RoutingRule, correction: torch.Tensor | None = None
+    ) -> Routing:
+        scores = numbers = logits.sigmoid() if rule.sigmoid else logits
+        if correction is not None:
+            scores = scores + correction
+        if rule.groups > 1:
+            groups = scores.view(len(scores), rule.groups, -1)
+            best = groups.topk(2, dim=2).values.sum(2).argsort(dim=1, descending=True, stable=True)
+            dropped = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best[:, rule.kept_groups :], True)
+            scores = groups.masked_fill(dropped[:, :, None], -torch.inf).flatten(1)
+        ids = scores.argsort(dim=1, descending=True, stable=True)[:, :count]
+        if not rule.sigmoid:
+            numbers = (logits - logits.amax(1, keepdim=True)).exp()
+        weights = numbers.gather(1, ids)
+        if rule.normalized or not rule.sigmoid:
+            weights = weights / ((weights if rule.normalized else numbers).sum(1, keepdim=True) + 1e-20 * rule.sigmoid)
+        weights = weights * rule.scale
         by_expert = ids.flatten().sort(stable=True)
         firsts = torch.arange(logits.shape[1] + 1, device=ids.device)
         starts = torch.searchsorted(by_expert.values, firsts, out_int32=True)
         return Routing(ids.int(), weights, by_expert.indices.int(), starts)
 
-    def combine(self, x: torch.Tensor, routing: Routing, *, float32: bool = False) -> torch.Tensor:
+    def combine(
+        self, x: torch.Tensor, routing: Routing, shared: torch.Tensor | None = None, *, float32: bool = False
+    ) -> torch.Tensor:
         weighted = x.view(*routing.weights.shape, -1).float() * routing.weights[:, :, None]
         total = functools.reduce(torch.add, weighted.unbind(1))
+        total = total if shared is None else total + shared
         return total if float32 else total.to(x.dtype)
 
     def rms_norm(
@@ -137,6 +158,18 @@ class ReferenceOps(SharedOps):
             cache.view(-1, kv, heads.head_dim)[slots] = stored[kept]
         return _rotate(q, cos, sin)
 
+    def latent_rope_and_store(
+        self, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, rope: Rope, heads: HeadShape, cache: torch.Tensor
+    ) -> torch.Tensor:
+        latent, cos, sin = heads.latent_dim, rope.cos[batch.positions], rope.sin[batch.positions]
+        assert rope.k_norm is not None
+        normed = self.rms_norm(kv[:, :latent], rope.k_norm, rope.eps)
+        keys = torch.cat((normed, _rotate_pairs(kv[:, latent : heads.head_dim], cos, sin)), dim=1)
+        kept = batch.slot_mapping >= 0
+        cache.view(-1, heads.head_dim)[batch.slot_mapping[kept]] = keys[kept]
+        turned = _rotate_pairs(q[:, :, latent - heads.head_dim :], cos[:, None], sin[:, None])
+        return torch.cat((turned.new_full((*q.shape[:2], latent), torch.nan), turned), dim=2)
+
     def attention(
         self,
         q: torch.Tensor,
@@ -153,7 +186,7 @@ class ReferenceOps(SharedOps):
         if batch.branches is not None:
             return _attend_branches(q, batch, batch.branches.depth, heads, k_cache, v_cache, sinks)
         starts, lengths, places = (t.tolist() for t in (batch.query_start, batch.context_len, batch.table_rows))
-        out = torch.empty_like(q)
+        out = q.new_empty((*q.shape[:2], heads.value_dim))
         for s, length in enumerate(lengths):
             rows = slice(starts[s], starts[s + 1])
             table = batch.block_tables[places[s], : -(-length // k_cache.shape[1])]
@@ -179,6 +212,11 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
 
 
+def _rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(x.dtype)
+
+
 def _gather(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
     return cache[table].flatten(0, 1)[:length].transpose(0, 1)  # [kv_heads, length, dim]
 
@@ -190,7 +228,7 @@ def _attend(
     position = torch.arange(length - num_rows, length, device=q.device)
     distance = position[:, None] - torch.arange(length, device=q.device)
     visible = (distance >= 0) & (distance < (heads.window or length))
-    k, v = (t.repeat_interleave(heads.group_size, dim=0) for t in (k, v))
+    k, v = (t.repeat_interleave(heads.group_size, dim=0) for t in (k, v[..., : heads.value_dim]))
     if sinks is not None:  # a key and a value of zeros, whose score is the sink
         k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
         unseen = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill(~visible, -torch.inf)
@@ -209,7 +247,7 @@ def _attend_branches(
     v_cache: torch.Tensor,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    out = torch.zeros_like(q)
+    out = q.new_zeros((*q.shape[:2], heads.value_dim))
     positions, slots = batch.positions.tolist(), batch.slot_mapping.tolist()
     in_block = torch.arange(k_cache.shape[1], device=q.device)
     tables = batch.block_tables[batch.table_rows]

@@ -7,6 +7,7 @@ import torch
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError
 from ssd.kernels.cuda.launch import shared_memory
+from ssd.layers.spec import LatentSpec
 from ssd.models.config import DecoderConfig
 
 _LARGE_GPU = 40 << 30  # bytes
@@ -54,10 +55,12 @@ def resolve_dtype(config: EngineConfig, model: DecoderConfig, device: torch.devi
     return dtype
 
 
-def kv_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Type of the target's KV cache, where that of the model is `dtype`."""
+def kv_dtype(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Type of the KV cache of `model`, the target, whose own type is `dtype`."""
     if config.kv_cache_dtype == "auto":
         return dtype
+    if any(isinstance(layer.attention, LatentSpec) for layer in model.layers):
+        raise ConfigError("kv_cache_dtype='fp8' is not for models with latent attention (MLA): use auto")
     if device.type == "cuda" and dtype == torch.float32:  # its products would sum in different orders
         raise ConfigError("kv_cache_dtype='fp8' on a GPU is for models in 16 bits: use dtype='bfloat16', or auto")
     return torch.float8_e4m3fn

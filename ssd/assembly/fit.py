@@ -53,7 +53,7 @@ def check_fits(config: EngineConfig, checkpoints: Seq[Checkpoint | FeatureCheckp
     shares = [config.tensor_parallel_size if device.type == "cuda" else 1, *[1] * (len(models) - 1)]
     each = list(zip(models, shares, strict=True))
     weights = sum(weight_bytes(*model) // ranks for model, ranks in each)
-    stored = kv_dtype(config, models[0].dtype, device)
+    stored = kv_dtype(config, models[0].config, models[0].dtype, device)
     per_token = models[0].config.kv_bytes_per_token(stored, shares[0], windowed=True)
     per_token += sum(model.config.kv_bytes_per_token(model.dtype, ranks) for model, ranks in each[1:])
     per_block = per_token * kv_block_size(config, device)

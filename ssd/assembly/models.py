@@ -77,7 +77,8 @@ def load_decoder(
     device = state.device
     ops, dtype = kernels(device).ops(), resolve_dtype(config, (target or checkpoint).config, device)
     format_of = formats_of(config, checkpoint, draft=not is_target)
-    build = Build(ops, device, dtype, tp, format_of, kv_dtype(config, dtype, device) if is_target else None)
+    stored = kv_dtype(config, checkpoint.config, dtype, device) if is_target else None
+    build = Build(ops, device, dtype, tp, format_of, stored)
     positions = state.max_positions + beyond
     began = time.perf_counter()
     decoder: Decoder

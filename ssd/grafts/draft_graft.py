@@ -28,6 +28,7 @@ from ssd.grafts.graft import (
     fill_random,
     grafted_rope,
     held_mlp,
+    name_and_format,
     obstacles,
     place,
     same,
@@ -56,8 +57,8 @@ class DraftGraft(FeatureCheckpoint):
 
     @staticmethod
     def of(base: FeatureCheckpoint, shape_name: str) -> DraftGraft:
-        shape_name, rounding, form = shape_name.partition(":")
-        if rounding:
+        shape_name, form = name_and_format(shape_name)
+        if form is not None:
             raise ConfigError(
                 f"speculation draft: the {base.config.kind} is not rounded by :{form}: use draft_quantization={form!r}"
             )

@@ -25,7 +25,7 @@ from typing import Final
 
 import torch
 
-from ssd.kernels.weights import GLU, SWIGLU
+from ssd.kernels.weights import GLU, SOFTMAX_OF_CHOSEN, SWIGLU
 from ssd.layers.formats.mxfp4 import GROUP, MXFP4
 from ssd.layers.spec import ExpertsSpec, MLPSpec
 
@@ -106,8 +106,8 @@ def expert_obstacles(size: int, experts: ExpertsSpec) -> Iterator[str]:
             f"the base's intermediate_size={size} needs {parts} experts of {experts.intermediate_size}, which must "
             f"divide it, num_experts={experts.num_experts} and experts_per_token={experts.experts_per_token}"
         )
-    if not experts.softmax_of_chosen:
-        yield "a graft's experts have weights that add up to one"
+    if experts.rule != SOFTMAX_OF_CHOSEN or experts.shared_size:
+        yield "a graft's experts have weights that add up to one, those of a softmax, and none is shared"
 
 
 def expert_part(part: str) -> tuple[str, int]:

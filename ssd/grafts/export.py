@@ -23,11 +23,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ssd.errors import ConfigError, SSDError
-from ssd.grafts.graft import GraftCheckpoint, host
+from ssd.grafts.graft import GraftCheckpoint, host, host_attention
 from ssd.kernels.codes import Codes, Format, TargetFormat, bits_of, group_size, quantize
 from ssd.layers.formats.mxfp4 import MXFP4
 from ssd.layers.formats.rounded import Rounded
-from ssd.layers.spec import ExpertsSpec, MLPSpec, RopeConfig
+from ssd.layers.spec import ExpertsSpec, LatentSpec, MLPSpec, RopeConfig
 from ssd.models.block import SELECTOR_FIELDS, BlockConfig
 from ssd.models.checkpoint import all_weights
 from ssd.models.config import DecoderConfig
@@ -233,7 +233,7 @@ def _graft_json(graft: GraftCheckpoint, dtype: torch.dtype) -> dict[str, Any]:
     return config_json(config, dtype) | {
         "architectures": [_ARCHITECTURES[config.family]],
         "model_type": config.family,
-        "rope_parameters": _rope_parameters(host(config).attention.rope),
+        "rope_parameters": _rope_parameters(host_attention(config).rope),
         "eos_token_id": list(graft.stop_token_ids) or None,
         "bos_token_id": None,
         "ssd_graft": origin,
@@ -288,24 +288,62 @@ def _block_json(config: BlockConfig) -> dict[str, Any]:
 
 def config_json(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
     """The fields of a config.json that models and drafts on features share."""
-    attention, mlp = host(config).attention, host(config).mlp
-    windows = [layer.attention.window for layer in config.layers]
+    latent = isinstance(host(config).attention, LatentSpec)
     return {
-        **(_gpt_oss_json(mlp, windows) if config.family == "gpt_oss" else _expert_json(mlp)),
+        **(_latent_json(config) if latent else _heads_json(config)),
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": mlp.intermediate_size,
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": attention.num_heads,
-        "num_key_value_heads": attention.num_kv_heads,
-        "head_dim": attention.head_dim,
         "max_position_embeddings": config.max_position,
         "rms_norm_eps": config.rms_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "hidden_act": "silu",
-        "attention_bias": attention.qkv_bias,
         "dtype": str(dtype).removeprefix("torch."),
     }
+
+
+def _heads_json(config: DecoderConfig) -> dict[str, Any]:
+    """The fields of attention with KV heads, and of the MLP or experts of equal layers."""
+    attention, mlp = host_attention(config), host(config).mlp
+    windows = [layer.attention.window for layer in config.layers]
+    return {
+        **(_gpt_oss_json(mlp, windows) if config.family == "gpt_oss" else _expert_json(mlp)),
+        "intermediate_size": mlp.intermediate_size,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "attention_bias": attention.qkv_bias,
+    }
+
+
+def _latent_json(config: DecoderConfig) -> dict[str, Any]:
+    """The fields of latent attention, and of the dense layers and the experts after them."""
+    attention = host(config).attention
+    assert isinstance(attention, LatentSpec)
+    dense = [layer.mlp.intermediate_size for layer in config.layers if isinstance(layer.mlp, MLPSpec)]
+    fields: dict[str, Any] = {
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_heads,
+        "q_lora_rank": attention.query_rank,
+        "kv_lora_rank": attention.latent_dim,
+        "qk_nope_head_dim": attention.key_dim,
+        "qk_rope_head_dim": attention.rope_dim,
+        "v_head_dim": attention.value_dim,
+        "intermediate_size": next(iter(dense), 1),
+        "first_k_dense_replace": len(dense),
+    }
+    if isinstance(mlp := config.layers[-1].mlp, ExpertsSpec):
+        fields |= {
+            "n_routed_experts": mlp.num_experts,
+            "num_experts_per_tok": mlp.experts_per_token,
+            "moe_intermediate_size": mlp.intermediate_size,
+            "n_shared_experts": mlp.shared_size // mlp.intermediate_size,
+            "n_group": mlp.rule.groups,
+            "topk_group": mlp.rule.kept_groups,
+            "norm_topk_prob": mlp.rule.normalized,
+            "routed_scaling_factor": mlp.rule.scale,
+        }
+    return fields
 
 
 def _expert_json(mlp: MLPSpec | ExpertsSpec) -> dict[str, Any]:
@@ -316,7 +354,7 @@ def _expert_json(mlp: MLPSpec | ExpertsSpec) -> dict[str, Any]:
         "moe_intermediate_size": mlp.intermediate_size,
         "num_experts": mlp.num_experts,
         "num_experts_per_tok": mlp.experts_per_token,
-        "norm_topk_prob": mlp.softmax_of_chosen,
+        "norm_topk_prob": mlp.rule.normalized,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }

@@ -28,7 +28,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Final, cast, get_args
@@ -37,12 +36,12 @@ import torch
 
 from ssd.errors import ConfigError, UnsupportedModel
 from ssd.grafts.expert_graft import ROUTERS, HeldMLP, add_codes, expert_obstacles, expert_part
-from ssd.grafts.shapes import SHAPES
+from ssd.grafts.shapes import SHAPES, shape_of
 from ssd.kernels.codes import TargetFormat
 from ssd.layers.formats import DENSE, FormatOf, WeightFormat
 from ssd.layers.formats.mxfp4 import GROUP, MXFP4
 from ssd.layers.formats.rounded import rounded
-from ssd.layers.spec import ExpertsSpec, GQASpec, LayerSpec, RopeConfig
+from ssd.layers.spec import ExpertsSpec, GQASpec, LatentSpec, LayerSpec, RopeConfig
 from ssd.models.checkpoint import Checkpoint, all_weights, graft_note
 from ssd.models.config import DecoderConfig
 from ssd.models.content import Sources
@@ -86,16 +85,12 @@ class GraftCheckpoint:
     @classmethod
     def of(cls, base: Checkpoint, shape: str, base_name: str = "") -> GraftCheckpoint:
         """In one of the published shapes; `shape` may end with a format: llama-3.1-70b:fp8."""
-        shape_name, rounding, form = shape.partition(":")
-        if shape_name not in SHAPES:
-            close = get_close_matches(shape_name, SHAPES, n=1)
-            meant = f"did you mean {close[0]}? Else " if close else ""
-            raise ConfigError(f"shape={shape_name!r} is not known: {meant}use one of {', '.join(SHAPES)}")
-        if rounding and form not in get_args(TargetFormat):
+        shape_name, form = name_and_format(shape)
+        found = shape_of(shape_name)
+        if form is not None and form not in get_args(TargetFormat):
             known = ", :".join(get_args(TargetFormat))
             raise ConfigError(f"shape={shape!r} ends with no format: use :{known}, or none")
-        name, chosen = base_name or base.path.resolve().name, cast(TargetFormat, form) if rounding else None
-        return cls(base, name, SHAPES[shape_name], shape_name, chosen)
+        return cls(base, base_name or base.path.resolve().name, found, shape_name, cast("TargetFormat | None", form))
 
     def __post_init__(self) -> None:
         obstacle = next(obstacles(self.base.config, self.shape), None)
@@ -223,14 +218,23 @@ class GraftCheckpoint:
             tensor[real:, -1] = CONSTANT_HEAD
 
 
+def name_and_format(shape: str) -> tuple[str, str | None]:
+    """Of NAME, NAME:FORMAT or NAME:layers=N:FORMAT."""
+    name, given, form = shape.rpartition(":")
+    return (name, form) if given and not form.startswith("layers=") else (shape, None)
+
+
 # --- what fits --------------------------------------------------------------------------------------------------------
 
 
 def obstacles(small: DecoderConfig, big: DecoderConfig) -> Iterator[str]:
     """Why `small` cannot be grafted into `big`."""
+    if isinstance(host(big).attention, LatentSpec):
+        yield "it has latent attention, whose one rotated key cannot be those of the base's KV heads"
+        return
     if small.family not in (big.family, _BASES.get(big.family)):
         yield f"the shape's family is {big.family}, the base's is {small.family}"
-    own, wide = small.attention, host(big).attention
+    own, wide = small.attention, host_attention(big)
     biases = {"qkv_bias": own.qkv_bias, "output_bias": own.output_bias, "mlp_bias": small.mlp.bias}
     yield from (f"the base's {name} is true, and a graft holds no biases" for name, there in biases.items() if there)
     if own.window is not None:
@@ -277,6 +281,11 @@ def host(shape: DecoderConfig) -> LayerSpec:
     return shape.layers[shape.full_layers[0]]
 
 
+def host_attention(shape: DecoderConfig) -> GQASpec:
+    """That of `host`, in shapes that can be those of a graft."""
+    return replace(shape, layers=(host(shape),)).attention
+
+
 def held_mlp(small: DecoderConfig, big: DecoderConfig) -> HeldMLP:
     copies = len(copy_scales(big.hidden_size, small.hidden_size))
     return HeldMLP.of(small.mlp.intermediate_size, host(big).mlp, copies, packed=big.family in _PACKED)
@@ -287,7 +296,7 @@ def grafted_rope(small: DecoderConfig, big: DecoderConfig) -> RopeConfig:
 
     YaRN remains YaRN, with a factor of one, since other engines know no other one for GPT-OSS.
     """
-    rope, attention = small.attention.rope, host(big).attention
+    rope, attention = small.attention.rope, host_attention(big)
     turning = replace(rope, theta=rope.theta ** (attention.head_dim // small.attention.head_dim))
     if (rope.scaling, attention.rope.scaling) != ("default", "yarn"):
         return turning
@@ -341,7 +350,7 @@ def blocks_of(
     units = repeated(mlp.size // mlp.parts, mlp.units, mlp.down_digits)
     read_by_mlp = same(small.hidden_size * mlp.digits)
     return {
-        **_attention_blocks(small.attention, host(big).attention, attended or read, written),
+        **_attention_blocks(small.attention, host_attention(big), attended or read, written),
         "input_layernorm": (one, norm),
         "post_attention_layernorm": (one, copies(small.hidden_size, [1 / each for each in scales[: mlp.digits]])),
         "mlp.gate_proj": (units, read_by_mlp),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from difflib import get_close_matches
+from typing import Any
 
+from ssd.errors import ConfigError
 from ssd.layers.spec import ExpertsSpec, RopeConfig
 from ssd.models.config import DecoderConfig, equal_layers
-from ssd.models.families import gpt_oss
+from ssd.models.families import deepseek_v3, glm4_moe_lite, gpt_oss
 
 _LLAMA3 = RopeConfig(theta=500000.0, scaling="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 _LLAMA32 = RopeConfig(theta=500000.0, scaling="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)
@@ -37,6 +40,27 @@ def _gpt_oss(layers: int, experts: int) -> DecoderConfig:
     return gpt_oss({**sizes, "num_hidden_layers": layers, "num_local_experts": experts})
 
 
+_LATENT: dict[str, Any] = {
+    **{"hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61},
+    **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    **{"num_experts_per_tok": 8, "n_shared_experts": 1, "max_position_embeddings": 163840},
+}
+_DEEPSEEK_V3 = _LATENT | {
+    **{"vocab_size": 129280, "num_attention_heads": 128, "first_k_dense_replace": 3, "n_routed_experts": 256},
+    **{"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
+}
+_KIMI_K25 = _LATENT | {
+    **{"vocab_size": 163840, "num_attention_heads": 64, "first_k_dense_replace": 1, "n_routed_experts": 384},
+    **{"routed_scaling_factor": 2.827, "rope_theta": 50000.0, "rms_norm_eps": 1e-5},
+}
+_GLM_47_FLASH = _LATENT | {
+    **{"vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240, "moe_intermediate_size": 1536},
+    **{"num_hidden_layers": 47, "num_attention_heads": 20, "q_lora_rank": 768, "qk_nope_head_dim": 192},
+    **{"v_head_dim": 256, "n_routed_experts": 64, "num_experts_per_tok": 4, "routed_scaling_factor": 1.8},
+    **{"rope_theta": 1e6, "rms_norm_eps": 1e-5, "max_position_embeddings": 202752},
+}
+
+
 SHAPES = {
     "cpu-7m": equal_layers("llama", 8192, 256, 896, 6, 8, 4, 32, 4096, 1e-5, RopeConfig(10000.0), True),
     "cpu-75m": equal_layers("llama", 8192, 768, 1792, 12, 12, 4, 64, 4096, 1e-5, RopeConfig(10000.0), True),
@@ -56,4 +80,22 @@ SHAPES = {
     "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, ExpertsSpec(128, 8, 768)),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
+    "glm-4.7-flash": glm4_moe_lite(_GLM_47_FLASH),
+    "deepseek-v3": deepseek_v3(_DEEPSEEK_V3),
+    "kimi-k2.5": deepseek_v3(_KIMI_K25),  # its text model
 }
+
+
+def shape_of(name: str) -> DecoderConfig:
+    """The shape of a published model; NAME:layers=N is that of its first N layers."""
+    known, cut, count = name.partition(":layers=")
+    if known not in SHAPES:
+        close = get_close_matches(known, SHAPES, n=1)
+        meant = f"did you mean {close[0]}? Else " if close else ""
+        raise ConfigError(f"shape={known!r} is not known: {meant}use one of {', '.join(SHAPES)}")
+    shape = SHAPES[known]
+    if not cut:
+        return shape
+    if not count.isdecimal() or not 0 < int(count) <= shape.num_layers:
+        raise ConfigError(f"shape={name!r}: expected a number of layers from 1 to {shape.num_layers}")
+    return replace(shape, layers=shape.layers[: int(count)])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # `ssd --help` lists shapes, and does not need torch
 
     from ssd.kernels.codes import Codes
     from ssd.kernels.cpu.recording import Recordings
-    from ssd.kernels.weights import Routing, RowRounding, Weight
+    from ssd.kernels.weights import Routing, RoutingRule, RowRounding, Weight
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,18 @@ class HeadShape:
     head_dim: int
     first_position: int = 0  # positions before it are not seen: 0, or 1 (in batches without prefill_tiles)
     window: int = 0  # positions that a query sees, its own included; 0: all
+    latent_dim: int = 0  # of latent attention, see `value_dim`; 0: keys and values are tensors of their own
+    softmax_scale: float = 0.0  # 0: that of `head_dim`
 
     @functools.cached_property
     def scale(self) -> float:
-        return float(self.head_dim**-0.5)
+        return self.softmax_scale or float(self.head_dim**-0.5)
+
+    @property
+    def value_dim(self) -> int:
+        """Columns of a value. In latent attention a value is the first `latent_dim` columns of its key: the caches of
+        keys and values are one tensor, of one KV head."""
+        return self.latent_dim or self.head_dim
 
     @property
     def group_size(self) -> int:
@@ -110,6 +118,7 @@ class ExpertOutputs(NamedTuple):
 
     pairs: torch.Tensor  # [pairs, width]
     routing: Routing
+    shared: torch.Tensor | None = None  # float32 [rows, width], from the experts of all rows
 
 
 class Ops(Protocol):
@@ -148,13 +157,16 @@ class Ops(Protocol):
         a scale for each group of the weight (of 128 at most): a CPU multiplies such integers several times as fast.
         """
 
-    def route(self, logits: torch.Tensor, count: int, *, chosen: bool) -> Routing:
-        """The `count` experts of each row with the largest logits, the lower one first where they are equal. Their
-        weights are a softmax: over the chosen ones, or over all experts."""
+    def route(
+        self, logits: torch.Tensor, count: int, rule: RoutingRule, correction: torch.Tensor | None = None
+    ) -> Routing:
+        """The `count` experts of each row and their weights; `correction`: float32 [experts], see `RoutingRule`."""
 
-    def combine(self, x: torch.Tensor, routing: Routing, *, float32: bool = False) -> torch.Tensor:
-        """The sum of each row's pairs (x: [pairs, width]) times their weights, in the order of its experts: float32,
-        rounded at the end if not `float32`."""
+    def combine(
+        self, x: torch.Tensor, routing: Routing, shared: torch.Tensor | None = None, *, float32: bool = False
+    ) -> torch.Tensor:
+        """The sum of each row's pairs (x: [pairs, width]) times their weights, in the order of its experts, plus
+        `shared` (float32 [rows, width]): float32, rounded at the end if not `float32`."""
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
@@ -187,6 +199,16 @@ class Ops(Protocol):
         Caches have the type of `qkv` or are in fp8 (`reference.encode`).
         """
 
+    def latent_rope_and_store(
+        self, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, rope: Rope, heads: HeadShape, cache: torch.Tensor
+    ) -> torch.Tensor:
+        """For latent attention: writes keys to their slots of [blocks, block_size, 1, dim], and returns queries
+        [T, heads, dim] of which only the columns from `latent_dim` on are set.
+
+        These are the last ones of q's heads [T, heads, any], rotated; a key is the norm (`rope.k_norm`) of the first
+        `latent_dim` columns of kv [T, dim], and the others, rotated. Pairs of neighbours are rotated.
+        """
+
     def attention(
         self,
         q: torch.Tensor,
@@ -197,8 +219,8 @@ class Ops(Protocol):
         scales: KVScales = UNSCALED,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Causal attention of q [T, heads, dim] over paged KV; [T, heads * dim]. Position p sees those after
-        p - heads.window, if there is a window.
+        """Causal attention of q [T, heads, dim] over paged KV; [T, heads * value_dim]. Position p sees those after
+        p - heads.window, if there is a window. Latent attention (`HeadShape.value_dim`) has no windows and no scales.
 
         `sinks`: float32 [heads], logits beside those of the keys (not multiplied by the softmax scale) that have no
         value: exp(sink) is added to the softmax's denominator.

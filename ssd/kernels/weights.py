@@ -59,6 +59,25 @@ class GLU(NamedTuple):
 SWIGLU = GLU()
 
 
+class RoutingRule(NamedTuple):
+    """How a row's experts are chosen from its logits and weighed, the lower expert first where they are equal.
+
+    By the largest logits; their weights are a softmax, over the chosen ones (`normalized`) or over all experts. With
+    `sigmoid`: by the largest sums of the logit's sigmoid and the expert's correction, from the `kept_groups` groups (of
+    consecutive experts) whose two largest sums add up to most; their weights are the sigmoids, divided by the sum of
+    the chosen ones' (`normalized`). All weights are multiplied by `scale`.
+    """
+
+    normalized: bool = True
+    sigmoid: bool = False
+    groups: int = 1
+    kept_groups: int = 1
+    scale: float = 1.0
+
+
+SOFTMAX_OF_CHOSEN = RoutingRule()
+
+
 @dataclass
 class Routing:
     """The experts of each row. Pair p is the row p // k with the expert that comes p % k-th among its k experts."""
@@ -106,6 +125,11 @@ class Weight:
         x has a row for each pair, or one for all pairs of a row. `glu`: of a gated weight. `bias` is in the order of
         the rows that were prepared.
         """
+        raise NotImplementedError
+
+    def head_linear(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        """y[:, h] = x[:, h] W_h^T of each head h: x [rows, heads, in], y [rows, heads, out] (None: a new one), with any
+        strides of rows and heads. W_h is the h-th expert's part of a weight of floats that was prepared for experts."""
         raise NotImplementedError
 
     def embedding(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from ssd.kernels.ops import DeviceBatch, Rope
 from ssd.kernels.weights import Rows
 from ssd.layers.kv_scales import LayerScales
-from ssd.layers.linear import ColumnLinear, RowLinear
+from ssd.layers.linear import ColumnLinear, Linear, RowLinear
 from ssd.layers.norm import RMSNorm
 from ssd.layers.parameter import Build, LazyTensor, Parameter, share_of
 from ssd.layers.rotary import RopeTables
@@ -65,6 +65,11 @@ class GQA:
         self.sinks = Sinks(build, f"{name}.sinks", spec.num_heads) if spec.sinks else None
         self.tables = tables[spec.rope, dim]
         self.kv_scales = LayerScales(build, name)
+
+    @property
+    def reads(self) -> Linear:
+        """What alone reads its input."""
+        return self.qkv
 
     def parameters(self) -> Iterator[Parameter]:
         yield from (self.qkv, self.output)

@@ -1,6 +1,7 @@
 """Linear layers with tensor parallelism, whose weights are fused from the parts of a checkpoint.
 
-`ColumnLinear` splits the outputs over the ranks, `RowLinear` the inputs (and then adds up), `Embedding` the vocabulary.
+`ColumnLinear` splits the outputs over the ranks, `RowLinear` the inputs (and then adds up), `Embedding` the vocabulary,
+`ReplicatedLinear` nothing.
 How a weight is stored is its format's business (`ssd.layers.formats`). Whether a model can be split is
 checked before (`ssd.models.decoder.check_split`).
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import ClassVar
 
@@ -100,12 +102,16 @@ class Linear:
         counts = tuple(len(range(rows)[share]) for rows, (share, _) in zip(self.parts.values(), shares, strict=True))
         use = replace(self.use, rows=counts, columns=shares[0][1])
         try:
-            self.weight = self.format.prepare(stored, self.ops, self._dtype, use)
+            self._prepare(stored, use)
         except UnsupportedModel as error:
             raise UnsupportedModel(f"{', '.join(self.parts)}: {error}") from None
         if self.has_bias:
             self.bias = torch.cat([tensors[f"{part}.bias"].to(self._dtype) for part in self.parts])
         self._pending = {}
+
+    def _prepare(self, stored: Seq[Mapping[str, torch.Tensor]], use: Use) -> None:
+        """Makes the weight of the parts' stored tensors."""
+        self.weight = self.format.prepare(stored, self.ops, self._dtype, use)
 
     def _padded(self, share: torch.Tensor) -> torch.Tensor:
         return share
@@ -124,6 +130,16 @@ class ColumnLinear(Linear):
         return self._product(x, self.bias)
 
 
+class ReplicatedLinear(Linear):
+    """The whole weight on every rank."""
+
+    def cut(self, rows: int) -> tuple[slice, slice]:
+        return _ALL, _ALL
+
+    def __call__(self, x: Rows) -> torch.Tensor:
+        return self._product(x, self.bias)
+
+
 class RowLinear(Linear):
     """Inputs split over the ranks; the partial sums are added up. Only the first rank adds the bias."""
 
@@ -133,8 +149,11 @@ class RowLinear(Linear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.tp.group is None:
             return self._product(x, self.bias)
-        bias = self.bias if self.tp.rank == 0 else None
-        return self.tp.sum(self._product(x, bias, float32=True), x.dtype)
+        return self.tp.sum(self.partial_sums(x), x.dtype)
+
+    def partial_sums(self, x: torch.Tensor) -> torch.Tensor:
+        """What this rank adds to the sum, in float32."""
+        return self._product(x, self.bias if self.tp.rank == 0 else None, float32=True)
 
 
 class Embedding(Linear):

@@ -27,3 +27,7 @@ class MLP:
 
     def __call__(self, x: Rows) -> torch.Tensor:
         return self.down(self.gate_up(x))
+
+    def partial_sums(self, x: Rows) -> torch.Tensor:
+        """This rank's part of the result, in float32."""
+        return self.down.partial_sums(self.gate_up(x))

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Final, Literal, TypeAlias
 
 from ssd.errors import UnsupportedModel
 from ssd.kernels.ops import HeadShape
-from ssd.kernels.weights import GLU, SWIGLU
+from ssd.kernels.weights import GLU, SOFTMAX_OF_CHOSEN, SWIGLU, RoutingRule
 
 if TYPE_CHECKING:
     import torch
@@ -114,8 +114,75 @@ class GQASpec:
             )
 
 
+@dataclass(frozen=True)
+class LatentSpec:
+    """Multi-head latent attention (MLA) of DeepSeek-V3: what is kept of a token is a latent, of which each head makes
+    its key and value, and one rotated key that all heads share.
+
+    It is computed in the absorbed form for all batches: queries are multiplied by a head's key weights, so that the
+    latents are the keys and values of all heads, and results by its value weights.
+    """
+
+    num_heads: int
+    latent_dim: int  # numbers of a token's latent (kv_lora_rank)
+    key_dim: int  # of a head's key, without the rotated part
+    rope_dim: int  # of the rotated part
+    value_dim: int  # of a head's value
+    rope: RopeConfig
+    softmax_scale: float  # of the scores
+    query_rank: int | None = None  # queries are made of so many numbers of a token; None: of its state
+    first_position: int = 0  # positions before it have no KV and are not seen
+    window: ClassVar[int | None] = None
+
+    @property
+    def query_dim(self) -> int:
+        return self.key_dim + self.rope_dim
+
+    @property
+    def head_dim(self) -> int:
+        """Of a query and a key of the attention over latents."""
+        return self.latent_dim + self.rope_dim
+
+    def heads(self, ranks: int = 1) -> HeadShape:
+        """The heads of one rank."""
+        return HeadShape(
+            self.num_heads // ranks,
+            1,
+            self.head_dim,
+            self.first_position,
+            latent_dim=self.latent_dim,
+            softmax_scale=self.softmax_scale,
+        )
+
+    def kv_layout(self, dtype: torch.dtype, ranks: int = 1) -> KVLayout:
+        """The latent and the rotated key, which every rank has."""
+        return KVLayout(((1, self.head_dim),), dtype)
+
+    def splits(self, ranks: int) -> bool:
+        return self.num_heads % ranks == 0
+
+    @property
+    def split_sizes(self) -> dict[str, int]:
+        """What `splits` depends on, for errors."""
+        return {"num_heads": self.num_heads}
+
+    @property
+    def activation_width(self) -> int:
+        return self.num_heads * (self.query_dim + self.head_dim + self.latent_dim + self.value_dim) + self.head_dim
+
+    def check(self) -> None:
+        """UnsupportedModel for heads that the kernels cannot compute."""
+        if self.rope_dim % 2:
+            raise UnsupportedModel(f"qk_rope_head_dim={self.rope_dim}: the rotary embedding needs an even number")
+        if self.head_dim > MAX_HEAD_DIM:
+            raise UnsupportedModel(
+                f"kv_lora_rank={self.latent_dim} and qk_rope_head_dim={self.rope_dim}: expected up to {MAX_HEAD_DIM} "
+                "together"
+            )
+
+
 # The kinds of attention, a union: a further one is added here, and its layer to `DecoderLayer`.
-AttentionSpec: TypeAlias = GQASpec
+AttentionSpec: TypeAlias = GQASpec | LatentSpec
 
 
 @dataclass(frozen=True)
@@ -147,24 +214,25 @@ class ExpertNames:
 class ExpertsSpec:
     """A mixture of experts, gated MLPs of which a router chooses some for each token.
 
-    A softmax of its logits weighs them: over the chosen experts (`softmax_of_chosen`; the same as over all, divided by
-    the sum of the chosen ones' weights), or over all.
+    Shared experts, which all tokens have, are one gated MLP beside them.
     """
 
     num_experts: int
     experts_per_token: int
     intermediate_size: int  # of each expert
-    softmax_of_chosen: bool = True
+    rule: RoutingRule = SOFTMAX_OF_CHOSEN  # with `sigmoid` the router has a correction of each expert
+    shared_size: int = 0  # inner size of the shared experts together
     bias: bool = False  # of the router and the experts
     glu: GLU = SWIGLU
     names: ExpertNames = ExpertNames()
     interleaved: bool = False  # tensors of all experts have gate and up in turns, and are [inputs, outputs] if dense
 
     def splits(self, ranks: int) -> bool:
-        return self.intermediate_size % ranks == 0
+        return self.intermediate_size % ranks == 0 and self.shared_size % ranks == 0
 
     def activation_width(self, hidden_size: int) -> int:
-        return 3 * self.num_experts + self.experts_per_token * (3 * self.intermediate_size + 2 * hidden_size)
+        each = 3 * self.intermediate_size + 2 * hidden_size
+        return 3 * (self.num_experts + self.shared_size) + self.experts_per_token * each
 
 
 @dataclass(frozen=True)

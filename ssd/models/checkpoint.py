@@ -7,6 +7,7 @@ kinds.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from ssd.layers.parameter import LazyTensor
 from ssd.models.config import DecoderConfig
 from ssd.models.content import Sources
 from ssd.models.decoder import check_fits
-from ssd.models.families import DTYPES, decoder_config
+from ssd.models.families import DTYPES, decoder_config, text_config
 from ssd.models.fields import TOKEN_ID, check_field
 from ssd.models.fused_experts import single_experts
 from ssd.models.quantization import formats_of
@@ -32,6 +33,7 @@ from ssd.models.streaming import StoredTensor, header_bytes, read_tensors, store
 from ssd.text.json_file import read_json
 from ssd.text.tokenizer import Tokenizer, load_tokenizer
 
+log = logging.getLogger("ssd")
 Weights = Iterator[tuple[str, torch.Tensor | LazyTensor]]
 
 
@@ -132,11 +134,11 @@ class HFCheckpoint:
     @classmethod
     def open(cls, path: Path) -> HFCheckpoint:
         """Read the configuration; weights and tokenizer are read when asked for."""
-        raw = read_json(_config_file(path))
+        raw = text_config(read_json(_config_file(path)))
         files = weight_files(path)
         try:
             config = decoder_config(raw)
-            formats = stored_formats(raw, path)
+            formats = stored_formats(raw, path, config.tensor_prefix)
             most = 1 if formats is dense else 2  # parameters of a byte
             check_fits(config, most * sum(file.stat().st_size for file in files))
             stops = _stop_token_ids(path, raw)
@@ -169,7 +171,8 @@ class HFCheckpoint:
         """Without the tensors of MTP heads, which are drafts (`ssd.models.mtp`)."""
         first = self.config.num_layers
         heads = tuple(f"model.layers.{i}." for i in range(first, first + self.mtp_heads))
-        return single_experts((each for each in weights if not each[0].startswith(("mtp.", *heads))), self.config)
+        own = _with_prefix(weights, self.config.tensor_prefix)
+        return single_experts((each for each in own if not each[0].startswith(("mtp.", *heads))), self.config)
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.path)
@@ -224,10 +227,23 @@ def _regular(files: list[Path]) -> list[Path]:
     return files
 
 
-def stored_formats(raw: Mapping[str, Any], path: Path) -> FormatOf:
-    """How the weights in a directory are stored, by its config.json."""
+def stored_formats(raw: Mapping[str, Any], path: Path, prefix: str = "") -> FormatOf:
+    """How the weights in a directory are stored, by its config.json; by names without the prefix."""
     quantized = raw.get("quantization_config") or raw.get("compression_config")  # the older name
-    return formats_of(quantized, (name for name, _ in stored_in(weight_files(path)))) if quantized else dense
+    names = (name.removeprefix(prefix) for name, _ in stored_in(weight_files(path)))
+    return formats_of(quantized, names) if quantized else dense
+
+
+def _with_prefix(weights: Weights, prefix: str) -> Weights:
+    """The tensors whose names begin with it, under the names without it; the others are another model's."""
+    skipped = 0
+    for name, tensor in weights:
+        if name.startswith(prefix):
+            yield name.removeprefix(prefix), tensor
+        else:
+            skipped += 1
+    if skipped:
+        log.info("skipped %d tensors whose names do not begin with %s: they are of another model", skipped, prefix)
 
 
 def stored_in(files: Seq[Path]) -> Iterator[tuple[str, FileTensor]]:

@@ -31,6 +31,7 @@ class DecoderConfig:
     tie_embeddings: bool = False
     dtype: str = "bfloat16"  # what the checkpoint was saved in
     float32_norms: bool = False  # the weights of norms are multiplied in float32
+    tensor_prefix: str = ""  # of its tensors' names in a checkpoint, which has other models' tensors, too
 
     @property
     def num_layers(self) -> int:
@@ -51,7 +52,12 @@ class DecoderConfig:
 
     @property
     def attention(self) -> GQASpec:
-        return self.layer.attention
+        attention = self.layer.attention
+        if not isinstance(attention, GQASpec):
+            raise UnsupportedModel(
+                f"this {self.family} model has latent attention, and keys and values are needed here"
+            )
+        return attention
 
     @property
     def mlp(self) -> MLPSpec:

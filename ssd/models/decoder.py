@@ -23,12 +23,13 @@ from ssd.kernels.weights import Rows
 from ssd.layers.attention import GQA, LayerKV
 from ssd.layers.experts import Experts
 from ssd.layers.formats import DENSE, FormatOf, dense
+from ssd.layers.latent import LatentAttention
 from ssd.layers.linear import Embedding, Linear
 from ssd.layers.mlp import MLP
 from ssd.layers.norm import RMSNorm
 from ssd.layers.parameter import Build, LazyTensor, Parameter
 from ssd.layers.rotary import RopeTables
-from ssd.layers.spec import ExpertsSpec, KVLayout, LayerSpec
+from ssd.layers.spec import ExpertsSpec, KVLayout, LatentSpec, LayerSpec
 from ssd.models.config import DecoderConfig
 
 KVCache = Seq[LayerKV]  # one entry per layer
@@ -52,14 +53,19 @@ class DecoderLayer:
     ) -> None:
         size, eps, wide = config.hidden_size, config.rms_eps, config.float32_norms
         self.spec = spec
-        self.attention = GQA(build, f"{name}.self_attn", spec.attention, size, eps, tables, width)
+        own = f"{name}.self_attn"
+        self.attention: GQA | LatentAttention
+        if isinstance(spec.attention, LatentSpec):
+            self.attention = LatentAttention(build, own, spec.attention, size, tables)
+        else:
+            self.attention = GQA(build, own, spec.attention, size, eps, tables, width)
         self.mlp: MLP | Experts
         if isinstance(spec.mlp, ExpertsSpec):
             self.mlp = Experts(build, name, spec.mlp, size)
         else:
             self.mlp = MLP(build, f"{name}.mlp", spec.mlp, size)
-        qkv, gate_up = self.attention.qkv, None if isinstance(self.mlp, Experts) else self.mlp.gate_up
-        self.input_norm = RMSNorm(build, f"{name}.input_layernorm", size, eps, float32=wide, feeds=qkv)
+        reads, gate_up = self.attention.reads, None if isinstance(self.mlp, Experts) else self.mlp.gate_up
+        self.input_norm = RMSNorm(build, f"{name}.input_layernorm", size, eps, float32=wide, feeds=reads)
         self.mlp_norm = RMSNorm(build, f"{name}.post_attention_layernorm", size, eps, float32=wide, feeds=gate_up)
 
     def parameters(self) -> Iterator[Parameter]:

@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ssd.errors import UnsupportedModel
-from ssd.kernels.weights import GLU
-from ssd.layers.spec import ExpertNames, ExpertsSpec, RopeConfig
+from ssd.kernels.weights import GLU, RoutingRule
+from ssd.layers.spec import ExpertNames, ExpertsSpec, LatentSpec, RopeConfig
 from ssd.models.config import DecoderConfig, equal_layers
 from ssd.models.fields import (
     EPSILON,
@@ -33,6 +33,7 @@ from ssd.models.fields import (
     VOCABULARY,
     WIDTH,
     Field,
+    check_field,
     check_fields,
     check_shape,
     number,
@@ -55,6 +56,18 @@ _FIELDS: Final[Mapping[str, Field]] = {
     "num_local_experts": EXPERTS,
     "num_experts_per_tok": EXPERTS,
     "norm_topk_prob": FLAG,
+    "n_routed_experts": EXPERTS,
+    "n_shared_experts": Field("an integer", (int,), 0, 1 << 8),
+    "first_k_dense_replace": Field("an integer", (int,), 0, 1 << 16),
+    "mlp_layer_types": LIST,
+    "n_group": EXPERTS,
+    "topk_group": EXPERTS,
+    "routed_scaling_factor": FACTOR,
+    "kv_lora_rank": HEAD_DIM,
+    "q_lora_rank": WIDTH,
+    "qk_nope_head_dim": HEAD_DIM,
+    "qk_rope_head_dim": HEAD_DIM,
+    "v_head_dim": HEAD_DIM,
     "experts_per_token": EXPERTS,
     "swiglu_alpha": FACTOR,
     "swiglu_limit": FACTOR,
@@ -179,7 +192,7 @@ def qwen3_moe(raw: Raw) -> DecoderConfig:
     step, dense = _size(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or ()
     sparse = [i for i in range(layers) if i not in dense and (i + 1) % step == 0]
     size, over_chosen = _size(raw, "moe_intermediate_size", 768), bool(raw.get("norm_topk_prob", False))
-    return _with_experts(raw, config, sparse, (128, 8, size), softmax_of_chosen=over_chosen)
+    return _with_experts(raw, config, sparse, (128, 8, size), rule=RoutingRule(over_chosen))
 
 
 def mixtral(raw: Raw) -> DecoderConfig:
@@ -207,9 +220,102 @@ def _with_experts(
     return replace(config, layers=tuple(layers))
 
 
+def glm4_moe_lite(raw: Raw) -> DecoderConfig:
+    """GLM-4.7-Flash: DeepSeek-V3 in small."""
+    types, count = raw.get("mlp_layer_types"), _size(raw, "num_hidden_layers")
+    dense = _size(raw, "first_k_dense_replace", 1)
+    if types is not None:
+        dense = list(types).index("sparse") if "sparse" in types else count
+        if types != ["dense"] * dense + ["sparse"] * (count - dense):
+            raise UnsupportedModel(
+                f"mlp_layer_types={shown(types)}: expected {count} entries, dense ones and then sparse ones"
+            )
+    return _latent(raw, "glm4_moe_lite", max_position=202752, dense=dense)
+
+
+def deepseek_v3(raw: Raw) -> DecoderConfig:
+    """DeepSeek-V3 and R1, Kimi K2, Moonlight: latent attention, experts in groups."""
+    return _latent(raw, "deepseek_v3", max_position=4096, dense=_size(raw, "first_k_dense_replace", 3))
+
+
+def kimi_k25(raw: Raw) -> DecoderConfig:
+    """Kimi K2.5: the text model of K2 beside a vision model, whose tensors are not read."""
+    return replace(deepseek_v3(raw), family="kimi_k25", tensor_prefix="language_model.")
+
+
+def _latent(raw: Raw, family: str, *, max_position: int, dense: int) -> DecoderConfig:
+    """Latent attention, and from layer `dense` on DeepSeek-V3's router and shared experts."""
+    fixed = {
+        "rope_interleave": (True, "neighbours are rotated together (true)"),
+        "attention_bias": (False, "no biases (false)"),
+        "scoring_func": ("sigmoid", "sigmoid"),
+        "topk_method": ("noaux_tc", "noaux_tc"),
+        "moe_layer_freq": (1, "experts in every layer after the dense ones (1)"),
+        "num_key_value_heads": (_size(raw, "num_attention_heads"), "as many as num_attention_heads"),
+    }
+    for key, (expected, meaning) in fixed.items():
+        if raw.get(key) not in (None, expected):
+            raise UnsupportedModel(f"{key}={shown(raw[key])}: ssd runs {family} with {meaning}")
+    if "q_lora_rank" not in raw:
+        raise UnsupportedModel("q_lora_rank is missing from config.json: expected a number, or null for one projection")
+    key_dim, rope_dim = _size(raw, "qk_nope_head_dim"), _size(raw, "qk_rope_head_dim")
+    if raw.get("qk_head_dim") not in (None, key_dim + rope_dim):
+        raise UnsupportedModel(
+            f"qk_head_dim={raw['qk_head_dim']}: expected qk_nope_head_dim={key_dim} + qk_rope_head_dim={rope_dim}"
+        )
+    around = _decoder({**raw, "num_key_value_heads": None, "head_dim": rope_dim}, family, max_position=max_position)
+    rope = around.attention.rope
+    attention = LatentSpec(
+        num_heads=around.attention.num_heads,
+        latent_dim=_size(raw, "kv_lora_rank"),
+        key_dim=key_dim,
+        rope_dim=rope_dim,
+        value_dim=_size(raw, "v_head_dim"),
+        rope=rope,
+        softmax_scale=(key_dim + rope_dim) ** -0.5 * _latent_softmax_factor(raw, rope),
+        query_rank=raw["q_lora_rank"],
+    )
+    layers = (replace(around.layer, attention=attention),) * around.num_layers
+    config = replace(around, layers=layers)
+    if dense >= config.num_layers:
+        return config
+    inner, count = _size(raw, "moe_intermediate_size"), _size(raw, "n_routed_experts")
+    return _with_experts(
+        {**raw, "num_experts": count},
+        config,
+        range(dense, config.num_layers),
+        (count, _size(raw, "num_experts_per_tok"), inner),
+        rule=_sigmoid_rule(raw, count),
+        shared_size=inner * _size(raw, "n_shared_experts", 0),
+    )
+
+
+def _sigmoid_rule(raw: Raw, num_experts: int) -> RoutingRule:
+    groups, kept = _size(raw, "n_group", 1), _size(raw, "topk_group", 1)
+    chosen = _size(raw, "num_experts_per_tok")
+    if num_experts % groups or (groups > 1 and num_experts // groups < 2):
+        raise UnsupportedModel(f"n_group={groups}: expected groups of two or more of n_routed_experts={num_experts}")
+    if kept > groups or chosen > kept * num_experts // groups:
+        raise UnsupportedModel(
+            f"topk_group={kept}: expected up to n_group={groups}, with num_experts_per_tok={chosen} experts or more"
+        )
+    normalized, scale = raw.get("norm_topk_prob") is not False, raw.get("routed_scaling_factor")
+    return RoutingRule(normalized, True, groups, kept, 1.0 if scale is None else float(scale))
+
+
+def _latent_softmax_factor(raw: Raw, rope: RopeConfig) -> float:
+    """YaRN also stretches the softmax scale of latent attention, by `mscale_all_dim`."""
+    params = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    scale = float(params.get("mscale_all_dim") or 0.0)
+    return (0.1 * scale * math.log(rope.factor) + 1.0) ** 2 if rope.scaling == "yarn" and rope.factor > 1 else 1.0
+
+
 Family = Callable[[Raw], DecoderConfig]
 FAMILIES: Final[Mapping[str, Family]] = {  # by architecture; the functions' names are the values of `model_type`
+    "DeepseekV3ForCausalLM": deepseek_v3,
+    "Glm4MoeLiteForCausalLM": glm4_moe_lite,
     "GptOssForCausalLM": gpt_oss,
+    "KimiK25ForConditionalGeneration": kimi_k25,
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mixtral,
@@ -219,8 +325,22 @@ FAMILIES: Final[Mapping[str, Family]] = {  # by architecture; the functions' nam
 }
 
 
+_SPARSE: Final = ("DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "GlmMoeDsaForCausalLM")
+
+
+def text_config(raw: Raw) -> Raw:
+    """A config.json, with the fields of its text model if that is one of several."""
+    nested = raw.get("text_config")
+    check_field("text_config", nested, OBJECT, _WHERE)
+    if not nested:
+        return raw
+    around = {key: value for key, value in raw.items() if key != "text_config" and value is not None}
+    return {**around, **nested, "architectures": raw.get("architectures"), "model_type": raw.get("model_type")}
+
+
 def decoder_config(raw: Raw) -> DecoderConfig:
     """Translate a parsed `config.json`; UnsupportedModel names the value that is not supported."""
+    raw = text_config(raw)
     check_fields(raw, _FIELDS, _WHERE)
     name = _architecture(raw)
     family = FAMILIES.get(name)
@@ -229,6 +349,8 @@ def decoder_config(raw: Raw) -> DecoderConfig:
             f"architectures={shown(name)}: {kind} is no model, it drafts for one: load its model, with "
             'speculation={"mode": "sd", "draft": DRAFT} (on the command line --draft DRAFT)'
         )
+    if name in _SPARSE:
+        raise UnsupportedModel(f"architectures={shown(name)}: ssd has no sparse attention; use DeepSeek-V3")
     if family is None:
         raise UnsupportedModel(f"architectures={shown(name)}: ssd runs {', '.join(FAMILIES)}")
     activation = raw.get("hidden_act", "silu")
@@ -265,6 +387,7 @@ def _architecture(raw: Raw) -> str:
     if architectures:
         return str(architectures[0])
     model_type = str(raw.get("model_type"))
+    model_type = "deepseek_v3" if model_type == "kimi_k2" else model_type
     return next((name for name, family in FAMILIES.items() if family.__name__ == model_type), model_type)
 
 

@@ -12,7 +12,7 @@ from ssd.kernels.cuda.nvrtc import BuildError
 from ssd.kernels.cuda.persistent import MAX_ROWS, PersistentStep, StepLayer
 from ssd.kernels.ops import DeviceBatch
 from ssd.layers.linear import Linear
-from ssd.layers.spec import MLPSpec
+from ssd.layers.spec import LatentSpec, MLPSpec
 from ssd.models.decoder import Decoder, KVCache
 
 log = logging.getLogger("ssd")
@@ -56,6 +56,8 @@ def _accept(decoder: Decoder) -> None:
         if not isinstance(spec.mlp, MLPSpec):
             raise BuildError("it has no experts")
         attention = spec.attention
+        if isinstance(attention, LatentSpec):
+            raise BuildError("it has no latent attention")
         if attention.output_bias or spec.mlp.bias or attention.window is not None or attention.sinks:
             raise BuildError("it has no biases of the output projection and the MLP, no windows and no sinks")
     if any(_weight(each) is None for each in decoder.parameters() if isinstance(each, Linear)):

@@ -211,8 +211,8 @@ def _compressed_tensors(raw: Raw, names: Names) -> FormatOf:
 
 
 def _class_of(name: str) -> str:
-    """Of torch.nn; "" for a norm, which no group is for."""
-    return "Embedding" if name.endswith("embed_tokens") else "" if name.endswith("norm") else "Linear"
+    """Of torch.nn; "" for norms and routers, which no group is for."""
+    return "Embedding" if name.endswith("embed_tokens") else "" if name.endswith(("norm", ".gate")) else "Linear"
 
 
 class _Patterns:

@@ -109,7 +109,7 @@ def test_a_quantized_draft_needs_less(free: Any, form: str) -> None:
     ("name", "form", "gigabytes"),
     [
         *(("llama-3.2-1b", "int8", 1.76), ("llama-3.2-1b", "int8+bf16", 3.71), ("llama-3.2-1b", "int4", 1.18)),
-        ("llama-3.1-8b", "fp8", 8.56),
+        *(("llama-3.1-8b", "fp8", 8.56), ("deepseek-v3", None, 2 * 671.03), ("glm-4.7-flash", None, 2 * 29.94)),
     ],
 )
 def test_bytes_of_quantized_weights(name: str, form: Any, gigabytes: float) -> None:

@@ -199,6 +199,13 @@ def test_layers_with_windows_on_two_ranks(make_model: Callable[[str], TestModel]
 
 
 @pytest.mark.slow
+def test_latents_and_shared_experts_on_two_ranks(make_model: Callable[[str], TestModel], tmp_path: Path) -> None:
+    """Catches a rank that keeps other latents, and a routing that depends on the batch."""
+    with split(make_models(make_model, tmp_path, "deepseek-v3"), 2) as llm:
+        check_modes(llm, 5, seed=1)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama-tied", "llama-biased"])
 def test_degree_four(make_model: Callable[[str], TestModel], kind: str, tmp_path: Path) -> None:
     """llama-tied has 2 KV heads: each is on two ranks."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from conftest import KINDS, WINDOWED, WITH_EXPERTS
+from conftest import KINDS, WINDOWED, WITH_EXPERTS, WITH_LATENTS
 from random_requests import MAX_LEN, Asked, random_requests
 
 import ssd
@@ -123,7 +123,7 @@ def _params(fields: dict[str, Any]) -> SamplingParams:
 def random_case(seed: int, *, processes: bool = True) -> Case:
     """`processes`: whether a draft may be in a process of its own, which takes seconds to start."""
     dice = random.Random(seed)
-    plain = [kind for kind in KINDS if kind not in (*WINDOWED, *WITH_EXPERTS)]
+    plain = [kind for kind in KINDS if kind not in (*WINDOWED, *WITH_EXPERTS, *WITH_LATENTS)]
     model = _of_another_kind(dice.choice([*plain, *plain, *BUNDLED]), seed)
     speculation = _with_replicas(_with_head(_speculation(dice, model, processes), model, seed), seed)
     speculation = _with_suffix(_with_auto(speculation, seed, processes), seed)
@@ -136,16 +136,16 @@ def random_case(seed: int, *, processes: bool = True) -> Case:
         events=_events(dice, speculation),
         model=model,
         dtype=dice.choice(["float32", "float32", "bfloat16"]),
-        options=_options(dice, model) | _rounding(seed) | _kv_cache(seed),
+        options=_options(dice, model) | _rounding(seed) | _kv_cache(seed, model),
         speculation=speculation,
         run_ahead=dice.random() < 0.5,
     )
 
 
 def _of_another_kind(model: str, seed: int) -> str:
-    """Perhaps another model, with sliding windows or experts. Other seeds give the same case as before these were
-    known."""
-    for kind, models in (("windows", WINDOWED), ("experts", WITH_EXPERTS)):
+    """Perhaps another model, with sliding windows, experts or latent attention. Other seeds give the same case as
+    before these were known."""
+    for kind, models in (("windows", WINDOWED), ("experts", WITH_EXPERTS), ("latents", WITH_LATENTS)):
         own = random.Random(f"{kind} {seed}")
         if model not in BUNDLED and own.random() < 0.3:
             return own.choice(models)
@@ -158,9 +158,10 @@ def _rounding(seed: int) -> dict[str, Any]:
     return {"quantization": own.choice(["fp8", "int8", "int4"])} if own.random() < 0.3 else {}
 
 
-def _kv_cache(seed: int) -> dict[str, Any]:
+def _kv_cache(seed: int, model: str) -> dict[str, Any]:
     """Perhaps a KV cache in fp8. A seed gives the same case as before it was known, but for that."""
-    return {"kv_cache_dtype": "fp8"} if random.Random(f"kv cache {seed}").random() < 0.25 else {}
+    narrow = random.Random(f"kv cache {seed}").random() < 0.25 and model not in WITH_LATENTS
+    return {"kv_cache_dtype": "fp8"} if narrow else {}
 
 
 def _options(dice: random.Random, model: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ssd import LLM, SamplingParams
 from ssd.kernels.codes import Codes, CodeType, bits_of, dequantize
 from ssd.kernels.ops import ExpertOutputs
 from ssd.kernels.triton.ops import TritonOps
-from ssd.kernels.weights import GLU, SWIGLU, Routing, Weight
+from ssd.kernels.weights import GLU, SOFTMAX_OF_CHOSEN, SWIGLU, Routing, Weight
 from ssd.prompts import load_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_memory(10)]
@@ -64,7 +64,7 @@ class Layer:
         return self.ops.prepare_codes(codes, torch.bfloat16, gated=gated, experts=self.experts)
 
     def route(self, x: torch.Tensor) -> Routing:
-        return self.ops.route(self.router.router(x), self.per_row, chosen=True)
+        return self.ops.route(self.router.router(x), self.per_row, SOFTMAX_OF_CHOSEN)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         routing = self.route(x)
@@ -131,7 +131,11 @@ PARAMS = [SamplingParams(temperature=float(i % 2), seed=i, max_new_tokens=32, ig
 
 
 @pytest.mark.parametrize(
-    ("kind", "quantization"), [("qwen3-moe", None), ("qwen3-moe", "fp8"), ("qwen3-moe", "int4"), ("gpt-oss", None)]
+    ("kind", "quantization"),
+    [
+        *(("qwen3-moe", None), ("qwen3-moe", "fp8"), ("qwen3-moe", "int4"), ("gpt-oss", None)),
+        *(("glm4-moe-lite", None), ("deepseek-v3", None), ("deepseek-v3", "fp8")),
+    ],
 )
 def test_the_same_text_by_ar_sd_and_ssd(
     make_model: Callable[[str], TestModel], kind: str, quantization: str | None

@@ -34,7 +34,7 @@ BATCHES = [
 
 
 def batch_of(sequences: list[tuple[int, int]], heads: HeadShape, prefill: bool) -> tuple[DeviceBatch, int]:
-    tokens = attention.tile_rows(heads.group_size, prefill) // heads.group_size
+    tokens = attention.tile_rows(heads, prefill) // heads.group_size
     return paged_batch(sequences, BLOCK, tile_tokens=tokens, device=CUDA, prefill=prefill)
 
 

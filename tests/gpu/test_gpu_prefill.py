@@ -45,7 +45,7 @@ def test_bits_are_those_of_the_other_kernel(heads: HeadShape, dtype: torch.dtype
     logits = torch.linspace(-4, 6, heads.num_heads, device=CUDA) if sinks else None
     workspace = attention.Workspace([heads], CUDA)
     for sequences in BATCHES:
-        tokens = attention.tile_rows(heads.group_size, True) // heads.group_size
+        tokens = attention.tile_rows(heads, True) // heads.group_size
         batch, used = paged_batch(sequences, BLOCK, tile_tokens=tokens, device=CUDA, prefill=True)
         q = random(len(batch.positions), heads.num_heads, heads.head_dim, dtype=dtype)
         k, v = random(2, used, BLOCK, heads.num_kv_heads, heads.head_dim, dtype=dtype)

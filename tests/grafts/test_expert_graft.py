@@ -26,7 +26,7 @@ from ssd.grafts.expert_graft import digits
 from ssd.grafts.export import write_graft
 from ssd.grafts.graft import GraftCheckpoint
 from ssd.grafts.shapes import SHAPES
-from ssd.kernels.weights import Routing
+from ssd.kernels.weights import Routing, RoutingRule
 from ssd.layers.formats.mxfp4 import MXFP4
 from ssd.layers.parameter import Build
 from ssd.layers.spec import ExpertsSpec
@@ -96,8 +96,10 @@ class Recording(ReferenceOps):
     def __init__(self) -> None:
         self.found: list[torch.Tensor] = []
 
-    def route(self, logits: torch.Tensor, count: int, *, chosen: bool) -> Routing:
-        routing = super().route(logits, count, chosen=chosen)
+    def route(
+        self, logits: torch.Tensor, count: int, rule: RoutingRule, correction: torch.Tensor | None = None
+    ) -> Routing:
+        routing = super().route(logits, count, rule, correction)
         self.found.append(routing.experts)
         return routing
 

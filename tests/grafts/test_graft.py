@@ -32,10 +32,10 @@ from ssd.bench.transformers_peer import files_of
 from ssd.cli.main import app
 from ssd.grafts import export
 from ssd.grafts.graft import GraftCheckpoint, blocks_of, copy_scales, held_mlp
-from ssd.grafts.shapes import SHAPES
+from ssd.grafts.shapes import SHAPES, shape_of
 from ssd.kernels.codes import decoded, quantize
 from ssd.layers.rotary import rope_tables
-from ssd.layers.spec import MLPSpec, RopeConfig
+from ssd.layers.spec import ExpertsSpec, MLPSpec, RopeConfig
 from ssd.models.checkpoint import all_weights
 from ssd.models.config import DecoderConfig, equal_layers
 
@@ -346,6 +346,21 @@ def test_an_untied_base_needs_an_untied_shape(make_base: Callable[..., Path]) ->
     base, graft = both(path, "llama-split-groups-4x-heads", "float32")
     with base, graft:
         assert difference(logits(graft, PROMPT), logits(base, PROMPT)) < 1e-5
+
+
+def test_a_shape_of_fewer_layers(make_base: Callable[..., Path]) -> None:
+    """The first ones of a published model, also where layers differ; before a format."""
+    path = str(make_base("llama"))
+    graft = open_graft(path, "llama-everything:layers=4:int8")
+    assert graft.shape == replace(SHAPES["llama-everything"], layers=SHAPES["llama-everything"].layers[:4])
+    assert (graft.shape_name, graft.quantization) == ("llama-everything:layers=4", "int8")
+    first = shape_of("deepseek-v3:layers=4").layers
+    assert [isinstance(layer.mlp, ExpertsSpec) for layer in first] == [False, False, False, True]
+    for count in ("0", "62", "four", ""):
+        with pytest.raises(ConfigError, match="expected a number of layers from 1 to 61"):
+            shape_of(f"deepseek-v3:layers={count}")
+    with pytest.raises(ConfigError, match="latent attention, whose one rotated key"):
+        open_graft(path, "deepseek-v3")
 
 
 def test_what_is_no_graft_is_explained(make_base: Callable[..., Path]) -> None:

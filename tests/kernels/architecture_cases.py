@@ -22,7 +22,7 @@ from ssd.kernels.codes import Codes, CodeType, bits_of
 from ssd.kernels.ops import Branches, DeviceBatch, ExpertOutputs, HeadShape, Rope
 from ssd.kernels.triton import attention, elementwise, experts, features, linear, packing, row_codes
 from ssd.kernels.triton import codes_linear as codes_linear
-from ssd.kernels.weights import GLU, RowRounding
+from ssd.kernels.weights import GLU, RoutingRule, RowRounding
 
 META = torch.device("meta")
 HEADS = [HeadShape(32, 8, 128), HeadShape(14, 2, 64)]
@@ -167,7 +167,7 @@ def test_experts(architecture: int, kind: CodeType | None, group: int, dtype: to
     """Products of 32 experts with 1024 inner dimensions, from 1 row on to those of a prompt."""
     for rows in (1, 64, 200, 2000):
         logits = experts.router(empty(rows, 2048, dtype=dtype), empty(32, 2048, dtype=dtype), empty(32, dtype=dtype))
-        routing = experts.route(logits, 4, chosen=rows == 1)
+        routing = experts.route(logits, 4, RoutingRule(rows == 1))
         for columns, depth, inputs, glu in ((2048, 2048, rows, GLU(1.702, 7.0, 1.0)), (2048, 1024, 4 * rows, None)):
             weight: torch.Tensor | packing.PackedCodes = empty(32 * columns, depth, dtype=dtype)
             if kind == "uint4":
@@ -212,6 +212,32 @@ def test_attention(architecture: int, dtype: torch.dtype, heads: HeadShape, fp8:
         from ssd.kernels.triton.prefill import prefill_attention
 
         prefill_attention(q, q.flatten(1), batch(prefill=True), heads, kv, kv, 1.0, sinks)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("num_heads", [20, 64, 128])
+def test_latent_attention(architecture: int, dtype: torch.dtype, num_heads: int) -> None:
+    """Of GLM-4.7-Flash, Kimi K2 and DeepSeek-V3, with their router."""
+    if dtype is torch.float32 and architecture != 90:
+        pytest.skip("an engine refuses it")
+    heads, key_dim = HeadShape(num_heads, 1, 576, latent_dim=512, softmax_scale=0.1), 128
+    workspace = attention.Workspace([heads], META)
+    workspace.capability = divmod(architecture, 10)
+    q, cache = empty(8, num_heads, 576, dtype=dtype), empty(64, 64, 1, 576, dtype=dtype)
+    for own in (batch(prefill=True), batch(), batch(branches=Branches(3, 8))):
+        attention.paged_attention(q, own, heads, cache, cache, workspace)
+    angles = empty(512, 32, dtype=torch.float32)
+    rope = Rope(angles, angles, k_norm=empty(512, dtype=dtype), eps=1e-6)
+    for rows in (1, 100):
+        query = empty(rows, num_heads, key_dim + 64, dtype=dtype)
+        queries = elementwise.latent_rope_and_store(query, empty(rows, 576, dtype=dtype), batch(), rope, heads, cache)
+        linear.head_linear(query[:, :, :key_dim], empty(num_heads * 512, key_dim, dtype=dtype), queries[:, :, :512])
+        linear.head_linear(empty(rows, num_heads, 512, dtype=dtype), empty(num_heads * key_dim, 512, dtype=dtype))
+        logits, correction = empty(rows, 256, dtype=torch.float32), empty(256, dtype=torch.float32)
+        routing = experts.route(logits, 8, RoutingRule(True, True, 8, 4, 2.5), correction)
+        outputs = ExpertOutputs(empty(8 * rows, 2048, dtype=dtype), routing, empty(rows, 2048, dtype=torch.float32))
+        experts.combine(*outputs)
+        elementwise.combine_and_norm(outputs, empty(2048, dtype=dtype), 1e-5, empty(rows, 2048, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

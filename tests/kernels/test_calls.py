@@ -70,7 +70,7 @@ struct call {
 def test_all_fields_and_no_others_are_given() -> None:
     """Catches an argument that is left out, which would be 0, and a misspelt one, which would be ignored."""
     combine = library.load().function("combine")
-    fields = {"x": 0, "weights": 0, "y": 0, "rows": 0, "count": 1, "n": 1, "bf16": False, "wide": False}
+    fields = {"x": 0, "weights": 0, "shared": 0, "y": 0, "rows": 0, "count": 1, "n": 1, "bf16": False, "wide": False}
     combine(**fields)
     with pytest.raises(TypeError, match=r"missing.*'n'"):
         combine(**{name: value for name, value in fields.items() if name != "n"})

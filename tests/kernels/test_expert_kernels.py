@@ -15,7 +15,7 @@ from test_quantized import CUDA, close, make_ops
 from ssd.kernels.codes import Codes, CodeType, dequantize
 from ssd.kernels.ops import ExpertOutputs, Ops
 from ssd.kernels.triton.packing import FP4_PLACES, pack, paired
-from ssd.kernels.weights import GLU, SWIGLU, Weight
+from ssd.kernels.weights import GLU, SOFTMAX_OF_CHOSEN, SWIGLU, RoutingRule, Weight
 
 CLAMPED = GLU(1.702, 7.0, 1.0)
 KERNELS = ("plain", "c", "triton")
@@ -35,7 +35,7 @@ def test_routing(kind: str, chosen: bool) -> None:
     logits = torch.randn(37, 12, device=device)
     logits[3], logits[3, ::2] = 0.0, -0.0  # all equal: the first ones
     logits[4, [7, 2, 9]] = 5.0
-    routing = ops.route(logits, 3, chosen=chosen)
+    routing = ops.route(logits, 3, RoutingRule(chosen))
     assert routing.experts[3].tolist() == [0, 1, 2]
     assert routing.experts[4].tolist() == [2, 7, 9]
     values, ids = logits.topk(3)
@@ -49,6 +49,53 @@ def test_routing(kind: str, chosen: bool) -> None:
     assert torch.equal(routing.starts.long(), torch.searchsorted(pairs.long(), torch.arange(13, device=device)))
 
 
+RULES = [
+    RoutingRule(True, True, 1, 1, 1.8),
+    RoutingRule(False, True, 4, 2, 2.5),
+    RoutingRule(True, True, 4, 3),
+    RoutingRule(True, True, 6, 2, 0.5),
+]
+
+
+def by_hand(logits: torch.Tensor, correction: torch.Tensor, count: int, rule: RoutingRule) -> list[tuple[int, float]]:
+    """One row's experts and weights, as the published code has them, with ties in order."""
+    numbers = logits.sigmoid().tolist()
+    scores = [number + own for number, own in zip(numbers, correction.tolist(), strict=True)]
+    size = len(scores) // rule.groups
+    groups = [sorted(scores[g * size : (g + 1) * size])[-2:] for g in range(rule.groups)]
+    kept = sorted(range(rule.groups), key=lambda g: (-sum(groups[g]), g))[: rule.kept_groups]
+    best = sorted((e for e in range(len(scores)) if e // size in kept), key=lambda e: (-scores[e], e))[:count]
+    total = sum(numbers[e] for e in best) if rule.normalized else 1.0
+    return [(e, numbers[e] / total * rule.scale) for e in best]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("kind", KERNELS)
+def test_routing_by_sigmoids(kind: str, rule: RoutingRule) -> None:
+    """Catches weights that have the correction, a group that is chosen by one expert, and the order of equal scores:
+    two groups that are equal, and all experts. Rows keep their bits."""
+    ops, device, _ = make_ops(kind)
+    torch.manual_seed(0)
+    rows = 5 if kind == "triton" and not CUDA else 37
+    logits, correction = torch.randn(rows, 12, device=device), torch.randn(12, device=device) / 4
+    logits[2], correction[3:6] = 0.0, correction[:3]  # groups 0 and 1 of four are equal, with 0 twice the same experts
+    found = ops.route(logits, 3, rule, correction)
+    for row, ids, weights in zip(logits, found.experts.tolist(), found.weights.tolist(), strict=True):
+        expected = by_hand(row, correction, 3, rule)
+        assert ids == [expert for expert, _ in expected]
+        assert weights == pytest.approx([weight for _, weight in expected], rel=1e-5)
+    equal = ops.route(torch.zeros_like(logits), 3, rule, torch.zeros_like(correction))
+    assert equal.experts.tolist() == [[0, 1, 2]] * rows
+    alone = ops.route(logits[3:4], 3, rule, correction)
+    assert same_bits(alone.weights, found.weights[3:4])
+    pairs = found.experts.flatten()[found.order.long()]
+    assert torch.equal(pairs, pairs.sort().values)
+    logits[0], logits[1] = torch.nan, torch.inf  # never an expert that is not there
+    again = ops.route(logits, 3, rule, correction)
+    assert ((again.experts >= 0) & (again.experts < 12)).all()
+    assert same_bits(again.weights[2:], found.weights[2:])
+
+
 @pytest.mark.parametrize("kind", KERNELS)
 def test_a_router_s_logits(kind: str) -> None:
     """A depth of several pieces; experts and rows of several tiles; rows in any company."""
@@ -57,11 +104,11 @@ def test_a_router_s_logits(kind: str) -> None:
     for dtype in types:
         x, weight = torch.randn(19, 600, device=device).to(dtype), torch.randn(40, 600, device=device).to(dtype) / 25
         bias, prepared = torch.randn(40, device=device).to(dtype), ops.prepare(weight)
-        found = ops.route(prepared.router(x, bias), 3, chosen=True)
-        expected = ReferenceOps().route(x.float() @ weight.float().t() + bias.float(), 3, chosen=True)
+        found = ops.route(prepared.router(x, bias), 3, SOFTMAX_OF_CHOSEN)
+        expected = ReferenceOps().route(x.float() @ weight.float().t() + bias.float(), 3, SOFTMAX_OF_CHOSEN)
         assert torch.equal(found.experts, expected.experts)
         close(found.weights, expected.weights, dtype)
-        alone = ops.route(prepared.router(x[7:8], bias), 3, chosen=True)
+        alone = ops.route(prepared.router(x[7:8], bias), 3, SOFTMAX_OF_CHOSEN)
         assert kind == "plain" or same_bits(alone.weights, found.weights[7:8])
 
 
@@ -77,7 +124,7 @@ def test_routing_of_few_rows_on_a_gpu(count: int, experts: int) -> None:
     for rows in (1, 3, 8, 9):
         logits = torch.randn(rows, experts, device=device)
         logits[rows // 2] = logits[0]
-        found, expected = (each.route(logits, count, chosen=True) for each in (ops, ReferenceOps()))
+        found, expected = (each.route(logits, count, SOFTMAX_OF_CHOSEN) for each in (ops, ReferenceOps()))
         assert torch.equal(found.experts, expected.experts)
         torch.testing.assert_close(found.weights, expected.weights)
         assert torch.equal(found.order, expected.order)
@@ -97,9 +144,9 @@ def test_routing_of_rows_that_are_not_finite(kind: str) -> None:
     ops, device, _ = make_ops(kind)
     torch.manual_seed(0)
     logits = torch.randn(5, 12, device=device)
-    alone = ops.route(logits[4:], 3, chosen=True)
+    alone = ops.route(logits[4:], 3, SOFTMAX_OF_CHOSEN)
     logits[0], logits[1], logits[2, 5], logits[3, 11] = torch.nan, -torch.inf, torch.inf, torch.nan
-    found = ops.route(logits, 3, chosen=True)
+    found = ops.route(logits, 3, SOFTMAX_OF_CHOSEN)
     assert ((found.experts >= 0) & (found.experts < 12)).all()
     assert torch.equal(found.experts[4:], alone.experts)
     assert same_bits(found.weights[4:], alone.weights)
@@ -131,7 +178,7 @@ def test_fp4_in_strips_has_the_bits_of_outputs_one_after_the_other() -> None:
     ops, device, types = make_ops("triton")
     torch.manual_seed(0)
     codes = some_codes("fp4", 5 * 16, 320, 32, offsets=False, device=device)
-    routing, x = ops.route(torch.randn(9, 5, device=device), 2, chosen=True), torch.randn(9, 320, device=device)
+    routing, x = ops.route(torch.randn(9, 5, device=device), 2, SOFTMAX_OF_CHOSEN), torch.randn(9, 320, device=device)
     for dtype in types:
         one = ops.prepare_codes(codes, dtype, experts=5)
         other = replace(one, packed=pack(codes, dtype, strips=False))
@@ -178,7 +225,7 @@ def test_products_and_their_weighted_sums(kind: str, code: CodeType | None, glu:
         for rows in (1, 40):
             logits = torch.randn(rows, 5, device=device)
             logits[:, 3] = -9.0
-            routing = ops.route(logits, 2, chosen=True)
+            routing = ops.route(logits, 2, SOFTMAX_OF_CHOSEN)
             x = (3 * torch.randn(rows, 104, device=device)).to(dtype)[:, :96]
             bias, last = (torch.randn(5 * n, device=device).to(dtype) for n in (44, 38))
             inner = gated.expert_linear(x, routing, bias, glu=glu)
@@ -197,6 +244,13 @@ def test_products_and_their_weighted_sums(kind: str, code: CodeType | None, glu:
             normed = ops.combine_and_norm(ExpertOutputs(outputs, routing), weight, 1e-5, residual)
             assert same_bits(normed, expected)
             assert same_bits(residual, other)
+            shared = torch.randn(rows, 38, device=device)
+            total = ops.combine(outputs, routing, shared, float32=True)
+            close(total, reference.combine(outputs, routing, shared, float32=True), torch.float32)
+            expected = ops.rms_norm(ops.combine(outputs, routing, shared), weight, 1e-5)
+            assert same_bits(
+                ops.combine_and_norm(ExpertOutputs(outputs, routing, shared), weight, 1e-5, None), expected
+            )
 
 
 @pytest.mark.parametrize(
@@ -218,7 +272,7 @@ def test_a_row_has_the_same_bits_in_any_company(kind: str, code: CodeType | None
     logits, x, inner = (torch.randn(*size, device=device) for size in ((70, 5), (70, 96), (140, 32)))
 
     def results(index: torch.Tensor, gated: Weight, plain: Weight, dtype: torch.dtype) -> list[torch.Tensor]:
-        routing = ops.route(logits[index], 2, chosen=False)
+        routing = ops.route(logits[index], 2, RoutingRule(False))
         first = gated.expert_linear(x[index].to(dtype), routing, glu=SWIGLU)
         pairs = (2 * index[:, None] + torch.arange(2, device=device)).flatten()
         second = plain.expert_linear(inner[pairs].to(dtype), routing)

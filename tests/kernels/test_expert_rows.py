@@ -14,7 +14,7 @@ from ssd.kernels.codes import Codes, dequantize
 from ssd.kernels.cuda import expert_rows as kernel
 from ssd.kernels.triton.experts import route
 from ssd.kernels.triton.packing import PackedCodes, in_strips, pack, paired
-from ssd.kernels.weights import GLU, Routing
+from ssd.kernels.weights import GLU, SOFTMAX_OF_CHOSEN, Routing
 from tests.kernels.emulation import COMPILER, addresses, constant, emulated_kernel, params_of_source
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def emulated(
 
 def routed(logits: torch.Tensor, count: int) -> Routing:
     """By Triton's kernel, on a GPU if there is one."""
-    found = route(logits.to("cuda" if torch.cuda.is_available() else "cpu"), count, chosen=True)
+    found = route(logits.to("cuda" if torch.cuda.is_available() else "cpu"), count, SOFTMAX_OF_CHOSEN)
     tensors = {name: each.cpu() for name, each in vars(found).items() if isinstance(each, torch.Tensor)}
     return replace(found, **tensors)
 

@@ -18,6 +18,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ssd import LLM, SamplingParams
 from ssd.errors import UnsupportedModel
+from ssd.kernels.weights import RoutingRule
 from ssd.layers.spec import ExpertsSpec, MLPSpec
 from ssd.models.checkpoint import HFCheckpoint
 from ssd.models.families import decoder_config
@@ -69,7 +70,7 @@ def test_defaults_are_those_of_transformers(name: str) -> None:
     assert isinstance(mlp, ExpertsSpec)
     assert (mlp.num_experts, mlp.experts_per_token) == (theirs.num_experts, theirs.num_experts_per_tok)
     assert mlp.intermediate_size == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
-    assert mlp.softmax_of_chosen == getattr(theirs, "norm_topk_prob", True)
+    assert mlp.rule.normalized == getattr(theirs, "norm_topk_prob", True)
     assert (attention.num_kv_heads, attention.window) == (theirs.num_key_value_heads, None)
     assert (ours.max_position, ours.rms_eps) == (theirs.max_position_embeddings, theirs.rms_norm_eps)
     assert attention.rope.theta == theirs.rope_parameters["rope_theta"]
@@ -81,7 +82,7 @@ def test_which_layers_have_experts() -> None:
     layers = decoder_config({**raw, "norm_topk_prob": False}).layers
     assert [isinstance(layer.mlp, ExpertsSpec) for layer in layers] == [False, True, False, False, False, True]
     assert layers[0].mlp == MLPSpec(6144)
-    assert layers[1].mlp == ExpertsSpec(128, 8, 768, softmax_of_chosen=False)
+    assert layers[1].mlp == ExpertsSpec(128, 8, 768, rule=RoutingRule(normalized=False))
 
 
 def test_more_experts_for_a_token_than_there_are() -> None:

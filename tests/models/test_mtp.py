@@ -30,7 +30,7 @@ PARAMS = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
     ("kind", "layout"),
     [
         *((kind, "deepseek") for kind in ("llama-tied", "llama-biased", "qwen3", "qwen2-windows")),
-        *((kind, "deepseek") for kind in ("qwen3-moe", "mixtral", "gpt-oss")),
+        *((kind, "deepseek") for kind in ("qwen3-moe", "mixtral", "gpt-oss", "glm4-moe-lite", "deepseek-v3")),
         *(("qwen3", layout) for layout in ("qwen", "nextn", "speculators")),
     ],
 )

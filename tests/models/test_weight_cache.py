@@ -89,7 +89,7 @@ def test_gguf_weights_have_the_same_bits(folder: Path, packed: Path, dtype: torc
     check_bits(packed, dtype=dtype)
 
 
-@pytest.mark.parametrize("kind", ["llama-biased", "qwen3", "gpt-oss", "qwen3-moe"])
+@pytest.mark.parametrize("kind", ["llama-biased", "qwen3", "gpt-oss", "qwen3-moe", "deepseek-v3"])
 @pytest.mark.parametrize("form", [None, "int8+bf16", "int4"])
 def test_weights_of_all_layers_have_the_same_bits(
     folder: Path, make_model: Callable[[str], TestModel], kind: str, form: str | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from ssd.grafts.shapes import SHAPES
-from ssd.layers.spec import ExpertsSpec, MLPSpec
+from ssd.kernels.weights import RoutingRule
+from ssd.layers.spec import ExpertsSpec, LatentSpec, MLPSpec
 from ssd.models.decoder import parameter_shapes
 from ssd.models.fused_experts import single_experts
 
@@ -28,9 +30,10 @@ def test_the_peer_of_a_shape_has_the_same_parameters(decode: Any, name: str) -> 
     """Names and shapes, biases and tied embeddings among them: catches a family without a peer, and another model."""
     shape = replace(SHAPES[name], layers=SHAPES[name].layers[:2])
     peer = decode.hf_model(shape, torch.bfloat16, torch.device("meta"))
-    parameters = dict(single_experts(peer.named_parameters(), shape))
+    corrections = ((name, own) for name, own in peer.named_buffers() if name.endswith("e_score_correction_bias"))
+    parameters = dict(single_experts(itertools.chain(peer.named_parameters(), corrections), shape))
     assert {name: tuple(parameter.shape) for name, parameter in parameters.items()} == parameter_shapes(shape)
-    assert {parameter.dtype for parameter in parameters.values()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in peer.parameters()} == {torch.bfloat16}
 
 
 @pytest.mark.slow
@@ -38,13 +41,18 @@ def test_the_peer_of_a_shape_has_the_same_parameters(decode: Any, name: str) -> 
 def test_a_small_shape_of_every_family(
     decode: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], family: str
 ) -> None:
-    layers = FAMILIES[family].with_layers(num_heads=4, num_kv_heads=2, head_dim=16).layers[-2:]
+    heads: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    if isinstance(FAMILIES[family].layers[0].attention, LatentSpec):
+        heads = {"num_heads": 4, "latent_dim": 32, "key_dim": 16, "rope_dim": 16, "value_dim": 16, "query_rank": 32}
+    layers = FAMILIES[family].with_layers(**heads).layers[-2:]
     sizes = {"vocab_size": 96, "hidden_size": 64, "max_position": 256}
-    experts = {"num_experts": 4, "experts_per_token": 2, "intermediate_size": 32}
+    experts: dict[str, Any] = {"num_experts": 4, "experts_per_token": 2, "intermediate_size": 32}
+    if isinstance(layers[0].mlp, ExpertsSpec) and layers[0].mlp.shared_size:
+        experts |= {"shared_size": 32, "rule": RoutingRule(sigmoid=True)}
     mlp = layers[0].mlp
     mlp = replace(mlp, **experts) if isinstance(mlp, ExpertsSpec) else MLPSpec(96)
     small = replace(FAMILIES[family], layers=tuple(replace(layer, mlp=mlp) for layer in layers), **sizes)
-    monkeypatch.setattr(decode, "SHAPES", {"small": small})
+    monkeypatch.setitem(SHAPES, "small", small)
     flags = ["--shape", "small", "--prompt-len", "4", "--new-tokens", "4", "--repeats", "1"]
     monkeypatch.setattr(sys, "argv", ["decode.py", *flags])
     decode.main()

@@ -26,7 +26,7 @@ from ssd.kernels.cpu.calls import LAYOUTS
 from ssd.kernels.cpu.pack import PackedExperts, PackedWeight, Packer
 from ssd.kernels.cpu.threads import num_threads
 from ssd.kernels.ops import UNSCALED, KVScales
-from ssd.kernels.weights import GLU, SWIGLU, Routing
+from ssd.kernels.weights import GLU, SWIGLU, Routing, RoutingRule
 
 _STORAGE = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}  # as `dtypes.h` numbers them
 
@@ -43,11 +43,12 @@ class Kernels:
         self.pack_linear, self.pack_codes = packer.pack_linear, packer.pack_codes
         self._embedding = self.function("embedding", "a token id is not in the vocabulary")
         self._linear, self._expert_linear = self.function("linear"), self.function("expert_linear")
+        self._head_linear = self.function("head_linear")
         self._route, self._combine = self.function("route"), self.function("combine")
         self._rms_norm = self.function("rms_norm")
-        self._rope_and_store = self.function(
-            "rope_and_store", "a token's position is not in the rotary tables, or its slot is not in the KV cache"
-        )
+        refused = "a token's position is not in the rotary tables, or its slot is not in the KV cache"
+        self._rope_and_store = self.function("rope_and_store", refused)
+        self._latent_rope_and_store = self.function("latent_rope_and_store", refused)
         self._paged_attention = self.function(
             "paged_attention", "a query is not in the batch, or sees what is not in its block table or in the KV cache"
         )
@@ -141,23 +142,38 @@ class Kernels:
         )
         return y
 
-    def route(self, logits: Tensor, count: int, *, chosen: bool) -> Routing:
+    def head_linear(self, x: Tensor, weight: PackedExperts, y: Tensor | None = None) -> Tensor:
+        """See `Weight.head_linear`."""
+        if y is None:
+            y = recording.empty((*x.shape[:2], weight.each[0].columns), x.dtype)
+        self._head_linear(
+            linear=LAYOUTS["linear"].pack(**_product(x[:, 0], weight.each[0], None, y, SWIGLU, False, None)),
+            heads=x.shape[1],
+            x_head=x.stride(1),
+            y_head=y.stride(1),
+            ldy=y.stride(0),
+            weights=weight.addresses[0].data_ptr(),
+        )
+        return y
+
+    def route(self, logits: Tensor, count: int, rule: RoutingRule, correction: Tensor | None = None) -> Routing:
         """See `Ops.route`."""
         rows, experts = logits.shape
         ids, order = (recording.empty((rows * count,), torch.int32) for _ in range(2))
         weights = recording.empty((rows, count), torch.float32)
         starts = recording.empty((experts + 1,), torch.int32)
         outputs = {"ids": ids, "weights": weights, "order": order, "starts": starts}
-        sizes = {"rows": rows, "experts": experts, "count": count, "chosen": chosen}
-        self._route(**addresses(logits=logits.contiguous(), **outputs), **sizes)
+        sizes = {"rows": rows, "experts": experts, "count": count}
+        given = addresses(logits=logits.contiguous(), **outputs)
+        self._route(**given, correction=address(correction), **sizes, **rule._asdict())
         return Routing(ids.view(rows, count), weights, order, starts)
 
-    def combine(self, x: Tensor, routing: Routing, *, float32: bool = False) -> Tensor:
+    def combine(self, x: Tensor, routing: Routing, shared: Tensor | None = None, *, float32: bool = False) -> Tensor:
         """See `Ops.combine`."""
         (rows, count), n = routing.weights.shape, x.shape[1]
         y = recording.empty((rows, n), torch.float32 if float32 else x.dtype)
         sizes = {"rows": rows, "count": count, "n": n, "bf16": x.dtype is torch.bfloat16, "wide": float32}
-        self._combine(**addresses(x=x, weights=routing.weights, y=y), **sizes)
+        self._combine(**addresses(x=x, weights=routing.weights, y=y), shared=address(shared), **sizes)
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
@@ -222,6 +238,35 @@ class Kernels:
         )
         return q
 
+    def latent_rope_and_store(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        cache: Tensor,
+        norm: Tensor,
+        eps: float,
+    ) -> Tensor:
+        """See `Ops.latent_rope_and_store`. `cos`, `sin`: fp32, contiguous; positions and slots are int32."""
+        (tokens, heads, q_dim), dim = q.shape, cache.shape[3]
+        out = recording.empty((tokens, heads, dim), q.dtype)
+        self._latent_rope_and_store(
+            cache=_cache(cache, cache, UNSCALED, dim - 2 * cos.shape[1]),
+            **addresses(q=q, keys=kv, positions=positions, slots=slots, cos=cos, sin=sin, norm=norm, q_out=out),
+            ldq=q.stride(0),
+            ldkeys=kv.stride(0),
+            q_d=q_dim,
+            eps=eps,
+            tokens=tokens,
+            heads=heads,
+            max_position=cos.shape[0],
+            bf16=q.dtype is torch.bfloat16,
+        )
+        return out
+
     def paged_attention(
         self,
         q: Tensor,
@@ -237,8 +282,10 @@ class Kernels:
         window: int = 0,
         scales: KVScales = UNSCALED,
         sinks: Tensor | None = None,
+        value_dim: int | None = None,
     ) -> Tensor:
-        """Causal attention of `q` [T, H, D] over paged caches -> [T, H, D].
+        """Causal attention of `q` [T, H, D] over paged caches -> [T, H, D], or `value_dim` columns in place of D: then
+        both caches are the same, and values are the first columns of keys.
 
         `query_start` [S+1], `context_len` [S], `block_tables` [rows, blocks] and `table_rows` [S] (each sequence's row
         of them) are int32. The queries of a sequence are its last positions; `context_len` counts them. Heads of a row
@@ -252,10 +299,10 @@ class Kernels:
         if sinks is not None and (sinks.dtype is not torch.float32 or sinks.shape != q.shape[1:2]):
             raise TypeError(f"sinks are {sinks.dtype} {tuple(sinks.shape)}, not a float32 for each head")
         tokens, heads, d = q.shape
-        out = recording.empty((tokens, heads, d), q.dtype)
+        out = recording.empty((tokens, heads, value_dim or d), q.dtype)
         positions, slots, depth = branches or (None, None, 0)
         self._paged_attention(
-            cache=_cache(k_cache, v_cache, scales),
+            cache=_cache(k_cache, v_cache, scales, value_dim),
             q=q.data_ptr(),
             ldq=q.stride(0),
             out=out.data_ptr(),
@@ -315,7 +362,7 @@ def _glu(glu: GLU) -> bytes:
     return LAYOUTS["glu"].pack(**glu._asdict())
 
 
-def _cache(k: Tensor, v: Tensor, scales: KVScales) -> bytes:
+def _cache(k: Tensor, v: Tensor, scales: KVScales, value_dim: int | None = None) -> bytes:
     blocks, block_size, kv_heads, d = k.shape
     return LAYOUTS["cache"].pack(
         k_cache=k.data_ptr(),
@@ -324,6 +371,7 @@ def _cache(k: Tensor, v: Tensor, scales: KVScales) -> bytes:
         block_size=block_size,
         kv_heads=kv_heads,
         d=d,
+        value_d=value_dim or d,
         kv=_STORAGE[k.dtype],
         k_scale=scales.k,
         v_scale=scales.v,

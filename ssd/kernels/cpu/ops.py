@@ -47,6 +47,9 @@ class CpuExperts(Weight):
         rows, scales = rows_and_scales(x, self.rounding, rounded_rows)
         return self.kernels.expert_linear(rows, self.packed, routing, bias, glu=glu, float32=float32, row_scales=scales)
 
+    def head_linear(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        return self.kernels.head_linear(x, self.packed, y)
+
 
 class CpuOps(SharedOps):
     """float32 and bfloat16 on the CPU."""
@@ -104,6 +107,13 @@ class CpuOps(SharedOps):
             scales=scales,
         )
 
+    def latent_rope_and_store(
+        self, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, rope: Rope, heads: HeadShape, cache: torch.Tensor
+    ) -> torch.Tensor:
+        assert rope.k_norm is not None
+        tables = batch.positions, rope.cos, rope.sin, batch.slot_mapping
+        return self.kernels.latent_rope_and_store(q, kv, *tables, cache, rope.k_norm, rope.eps)
+
     def attention(
         self,
         q: torch.Tensor,
@@ -123,6 +133,7 @@ class CpuOps(SharedOps):
             heads.window,
             scales,
             sinks,
+            heads.value_dim,
         )
         return out.view(len(out), -1)
 

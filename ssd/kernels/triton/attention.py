@@ -13,6 +13,10 @@ Row sums are taken by the tensor cores (a product with ones), whose order of sum
 own tokens of a branch are one more piece, folded last. Each branch of a tile has columns of its own, a multiple of the
 tensor cores' step, so its index in the tile does not change its bits either.
 
+Latent attention (`HeadShape.value_dim`) is the same with ROPE: a key's columns behind those that are its value have a
+product of their own, which is added to that of the others. Its many query heads are cut into parts, which are programs
+of their own as KV heads are; values are as wide as several heads', so tiles have fewer rows.
+
 With a sliding window, steps and pieces that no row of the tile sees are left out. A row that does not see a step which
 another row sees has the same bits: its largest product stays -inf, and its sums stay exactly 0.
 
@@ -44,6 +48,7 @@ BLOCK_N = 64  # positions per step; part of the fixed order
 _MMA_COLUMNS = 16  # keys of one tensor-core step, at most
 _DECODE_ROWS = 16  # of a tile: the tensor cores' minimum
 PREFILL_ROWS = 128
+_LATENT_ROWS = 32  # of latent attention, at most: sums of so many wide values are what registers hold
 _PROGRAMS = 2  # of the decode kernel per multiprocessor, for which pieces are shared out
 _DECODE_WARPS, _PREFILL_WARPS = 4, 8
 _TMA_BYTES = 32  # of a head at one position, at least: shared memory is laid out by 32 bytes
@@ -70,9 +75,11 @@ def _fold(m, l, acc, m_piece, l_piece, acc_piece, scale):
 
 
 @triton.jit
-def _step(q, k, v, masked, visible, scale, ones, m, sums, acc):
+def _step(q, q_rope, k, k_rope, v, masked, visible, scale, ones, m, sums, acc, ROPE: tl.constexpr):
     """Adds keys and values to the softmax sums of the query rows; m: the largest product so far, not scaled."""
     scores = tl.dot(q, tl.trans(k), input_precision="tf32x3")
+    if ROPE:
+        scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="tf32x3")
     if masked:
         scores = tl.where(visible, scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, axis=1))
@@ -87,28 +94,37 @@ def _step(q, k, v, masked, visible, scale, ones, m, sums, acc):
 
 @triton.jit
 def _load_kv(
-    k, v, table, start, end, kv_head, slot_stride, d,
-    TMA: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, WIDEN: tl.constexpr,
-    dtype: tl.constexpr,
+    k, v, table, start, end, kv_head, slot_stride, d, rope,
+    TMA: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
+    WIDEN: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values of one head at BLOCK_N positions from `start`; without TMA only those before `end`."""
+    """Keys, with ROPE their other columns, and values of one head at BLOCK_N positions from `start`; without TMA only
+    those before `end`."""
     if TMA:
         slot = tl.load(table + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
         keys, values = k.load([slot, kv_head * D]), v.load([slot, kv_head * D])
+        k_rope = keys
     else:
         n = start + tl.arange(0, BLOCK_N)
         block = tl.load(table + n // BLOCK_SIZE, mask=n < end, other=0).to(tl.int64)
-        at = kv_head * D + (block * BLOCK_SIZE + n % BLOCK_SIZE)[:, None] * slot_stride + d[None, :]
+        slots = (block * BLOCK_SIZE + n % BLOCK_SIZE)[:, None] * slot_stride
+        at = (0 if ROPE else kv_head * D) + slots + d[None, :]
         mask = (n < end)[:, None] & (d < D)[None, :]
-        keys, values = tl.load(k + at, mask=mask, other=0.0), tl.load(v + at, mask=mask, other=0.0)
-    return widen(keys, dtype, WIDEN), widen(values, dtype, WIDEN)
+        keys = tl.load(k + at, mask=mask, other=0.0)
+        if ROPE:
+            values = keys
+            k_rope = tl.load(k + slots + D + rope[None, :], mask=(n < end)[:, None] & (rope < ROPE)[None, :], other=0.0)
+        else:
+            values = tl.load(v + at, mask=mask, other=0.0)
+            k_rope = keys
+    return widen(keys, dtype, WIDEN), k_rope, widen(values, dtype, WIDEN)
 
 
 @triton.jit
 def _branch_piece(
-    q, branch, slots, num_branches, depth, head_offset, k_ptr, v_ptr, slot_stride, scale, d, d_mask,
-    WIDTH: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    WIDEN: tl.constexpr,
+    q, q_rope, branch, slots, num_branches, depth, head_offset, k_ptr, v_ptr, slot_stride, scale, d, d_mask, rope,
+    WIDTH: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, ROPE: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Softmax sums of the query rows over their branches' own tokens: WIDTH columns per branch."""
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -121,12 +137,17 @@ def _branch_piece(
         inside = (last >= 0) & (n % WIDTH <= depth)
         if WINDOW:
             inside = inside & (n % WIDTH > depth - WINDOW)
-        at = head_offset + (last - depth + n % WIDTH)[:, None] * slot_stride + d[None, :]
+        at = head_offset + (last - depth + n % WIDTH)[:, None] * slot_stride
         mask = inside[:, None] & d_mask[None, :]
-        k = widen(tl.load(k_ptr + at, mask=mask, other=0.0), q.dtype, WIDEN)
-        v = widen(tl.load(v_ptr + at, mask=mask, other=0.0), q.dtype, WIDEN)
+        k = widen(tl.load(k_ptr + at + d[None, :], mask=mask, other=0.0), q.dtype, WIDEN)
+        if ROPE:
+            v = k
+            k_rope = tl.load(k_ptr + at + D + rope[None, :], mask=inside[:, None] & (rope < ROPE)[None, :], other=0.0)
+        else:
+            v = widen(tl.load(v_ptr + at + d[None, :], mask=mask, other=0.0), q.dtype, WIDEN)
+            k_rope = k
         visible = inside[None, :] & (n[None, :] // WIDTH == branch[:, None])
-        m, sums, acc = _step(q, k, v, True, visible, scale, ones, m, sums, acc)
+        m, sums, acc = _step(q, q_rope, k, k_rope, v, True, visible, scale, ones, m, sums, acc, ROPE)
     return m, tl.max(sums, axis=1), acc
 
 
@@ -235,16 +256,17 @@ def _plan_kernel(
 def _decode_kernel(
     q_ptr, k, v, k_ptr, v_ptr, out_ptr, partial_ptr, stats_ptr, count_ptr, items_ptr, tables_ptr, positions_ptr,
     slots_ptr, sinks_ptr, table_stride, slot_stride, scale, v_scale, depth,
-    HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT_LEN: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr,
-    WINDOW: tl.constexpr, TMA: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
-    LETS_NEXT: tl.constexpr, PLANNED: tl.constexpr,
+    HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, SPLIT_LEN: tl.constexpr,
+    WIDTH: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr, WIDEN: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr, LETS_NEXT: tl.constexpr, PLANNED: tl.constexpr,
 ):  # fmt: skip
     """One item, one KV head. Rows of a tile: its query tokens times the GROUP heads of the KV head.
 
-    k, v: what `_load_kv` takes; k_ptr, v_ptr: the same KV as pointers. WIDTH: columns for the own tokens of each
-    branch; 0: the query tokens are no branches. FIRST: positions before it are not seen. WINDOW: positions that a
-    query sees, its own included; 0: all. WIDEN: how KV is read; where it is in fp8, `scale` has the scale of k.
+    k, v: what `_load_kv` takes; k_ptr, v_ptr: the same KV as pointers. ROPE: in latent attention, columns of keys that
+    values do not have; HKV and GROUP are those of `columns`. WIDTH: columns for the own tokens of each branch; 0: the
+    query tokens are no branches. FIRST: positions before it are not seen. WINDOW: positions that a query sees, its own
+    included; 0: all. WIDEN: how KV is read; where it is in fp8, `scale` has the scale of k.
     PLANNED: items are read before the wait (`Workspace.items`).
     """
     if EARLY:
@@ -283,7 +305,13 @@ def _decode_kernel(
     d_mask = d < D
     flat = (row * (HKV * GROUP) + kv_head * GROUP + r % GROUP).to(tl.int64)  # row of [T, heads]
     mask = valid[:, None] & d_mask[None, :]
-    q = beside(tl.load(q_ptr + flat[:, None] * D + d[None, :], mask=mask, other=0.0), WIDEN)
+    q_at = q_ptr + flat[:, None] * (D + ROPE)
+    q = beside(tl.load(q_at + d[None, :], mask=mask, other=0.0), WIDEN)
+    rope = tl.arange(0, BLOCK_R)
+    if not ROPE:
+        q_rope = q
+    else:
+        q_rope = tl.load(q_at + D + rope[None, :], mask=valid[:, None] & (rope < ROPE)[None, :], other=0.0)
     stop = tl.minimum(end, last_piece * SPLIT_LEN)
     seen_by_all = (tl.min(tl.where(valid, position, end)) + 1) // BLOCK_N * BLOCK_N  # steps up to there need no mask
     begin = first_piece * SPLIT_LEN
@@ -304,8 +332,8 @@ def _decode_kernel(
     l_all = tl.zeros((BLOCK_M,), tl.float32)
     acc_all = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
-        keys, values = _load_kv(
-            k, v, table, start, stop, kv_head, slot_stride, d, TMA, BLOCK_SIZE, BLOCK_N, D, WIDEN, q.dtype
+        keys, k_rope, values = _load_kv(
+            k, v, table, start, stop, kv_head, slot_stride, d, rope, TMA, BLOCK_SIZE, BLOCK_N, D, ROPE, WIDEN, q.dtype
         )
         n = start + tl.arange(0, BLOCK_N)
         visible = n[None, :] <= position[:, None]
@@ -316,7 +344,7 @@ def _decode_kernel(
         if WINDOW:
             visible = visible & (n[None, :] >= oldest[:, None])
             masked = masked | (start < in_all_windows)
-        m, sums, acc = _step(q, keys, values, masked, visible, scale, ones, m, sums, acc)
+        m, sums, acc = _step(q, q_rope, keys, k_rope, values, masked, visible, scale, ones, m, sums, acc, ROPE)
         if ((start + BLOCK_N) % SPLIT_LEN == 0) | (start + BLOCK_N >= stop):  # the end of a piece
             l = tl.max(sums, axis=1)
             if num_items > 1:
@@ -329,8 +357,8 @@ def _decode_kernel(
     if WIDTH:
         if last_piece == tile_piece + num_pieces:
             m_own, l_own, acc_own = _branch_piece(
-                q, r // GROUP, slots_ptr + first_row, tokens, depth, kv_head * D, k_ptr, v_ptr,
-                slot_stride, scale, d, d_mask, WIDTH, WINDOW, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
+                q, q_rope, r // GROUP, slots_ptr + first_row, tokens, depth, 0 if ROPE else kv_head * D, k_ptr, v_ptr,
+                slot_stride, scale, d, d_mask, rope, WIDTH, WINDOW, BLOCK_M, BLOCK_N, D, BLOCK_D, ROPE, WIDEN,
             )  # fmt: skip
             if num_items > 1:
                 at = ((place + num_pieces) * HKV + kv_head).to(tl.int64) * BLOCK_M + r
@@ -364,9 +392,9 @@ def _decode_kernel(
 def _prefill_kernel(
     q_ptr, k, v, out_ptr, tiles_ptr, query_start_ptr, context_len_ptr, tables_ptr, table_rows_ptr, sinks_ptr,
     num_tiles, table_stride, slot_stride, scale, v_scale,
-    HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT_LEN: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr,
-    WIDEN: tl.constexpr, STAGES: tl.constexpr, TOKENS: tl.constexpr,
+    HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, SPLIT_LEN: tl.constexpr,
+    WINDOW: tl.constexpr, TMA: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """One tile of TOKENS query tokens, one KV head."""
     kv_head = tl.program_id(0)
@@ -386,7 +414,13 @@ def _prefill_kernel(
     d = tl.arange(0, BLOCK_D)
     flat = ((row0 + token) * (HKV * GROUP) + kv_head * GROUP + r % GROUP).to(tl.int64)  # row of [T, heads]
     mask = valid[:, None] & (d < D)[None, :]
-    q = beside(tl.load(q_ptr + flat[:, None] * D + d[None, :], mask=mask, other=0.0), WIDEN)
+    q_at = q_ptr + flat[:, None] * (D + ROPE)
+    q = beside(tl.load(q_at + d[None, :], mask=mask, other=0.0), WIDEN)
+    rope = tl.arange(0, BLOCK_R)
+    if not ROPE:
+        q_rope = q
+    else:
+        q_rope = tl.load(q_at + D + rope[None, :], mask=valid[:, None] & (rope < ROPE)[None, :], other=0.0)
     end = before + tl.minimum(first_token + TOKENS, num_queries)
     seen_by_all = (before + first_token + 1) // BLOCK_N * BLOCK_N  # steps up to there need no mask
     begin = 0
@@ -405,31 +439,40 @@ def _prefill_kernel(
         if WINDOW:
             first = tl.maximum(piece, begin)
         for start in tl.range(first, tl.minimum(end, piece + SPLIT_LEN), BLOCK_N, num_stages=STAGES):
-            keys, values = _load_kv(
-                k, v, table, start, end, kv_head, slot_stride, d, TMA, BLOCK_SIZE, BLOCK_N, D, WIDEN, q.dtype
-            )
+            keys, k_rope, values = _load_kv(
+                k, v, table, start, end, kv_head, slot_stride, d, rope,
+                TMA, BLOCK_SIZE, BLOCK_N, D, ROPE, WIDEN, q.dtype,
+            )  # fmt: skip
             n = start + tl.arange(0, BLOCK_N)
             visible = n[None, :] <= position[:, None]
             masked = start >= seen_by_all
             if WINDOW:
                 visible = visible & (n[None, :] > position[:, None] - WINDOW)
                 masked = masked | (start < end - WINDOW)
-            m, sums, acc = _step(q, keys, values, masked, visible, scale, ones, m, sums, acc)
+            m, sums, acc = _step(q, q_rope, keys, k_rope, values, masked, visible, scale, ones, m, sums, acc, ROPE)
         m_all, l_all, acc_all = _fold(m_all, l_all, acc_all, m, tl.max(sums, axis=1), acc, scale)
     head = kv_head * GROUP + r % GROUP
     out = _output(acc_all, m_all, l_all, scale, v_scale, sinks_ptr, head, WIDEN).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + flat[:, None] * D + d[None, :], out, mask=mask)
 
 
-def tile_rows(group_size: int, prefill: bool) -> int:
+def columns(heads: HeadShape) -> tuple[int, int]:
+    """Programs of a tile, and the query heads of each: those of a KV head, or a part of them in latent attention."""
+    count = heads.num_kv_heads
+    while heads.latent_dim and (heads.num_heads % count or heads.num_heads // count > _LATENT_ROWS):
+        count += 1
+    return count, heads.num_heads // count
+
+
+def tile_rows(heads: HeadShape, prefill: bool) -> int:
     """Rows of an attention tile: the tensor cores' minimum for decode-size queries, more for prefill chunks."""
-    few = max(_DECODE_ROWS, int(triton.next_power_of_2(group_size)))
-    return max(few, PREFILL_ROWS) if prefill else few
+    few = max(_DECODE_ROWS, int(triton.next_power_of_2(columns(heads)[1])))
+    return max(few, _LATENT_ROWS if heads.latent_dim else PREFILL_ROWS) if prefill else few
 
 
 def tile_tokens(heads: Seq[HeadShape], prefill: bool) -> int:
     """Query tokens of a tile: as many as are in the rows of one, with any of these heads."""
-    return min(tile_rows(each.group_size, prefill) // each.group_size for each in heads)
+    return min(tile_rows(each, prefill) // columns(each)[1] for each in heads)
 
 
 class Workspace:
@@ -439,17 +482,17 @@ class Workspace:
         self.capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         self.tokens, self.prefill_tokens = (tile_tokens(heads, prefill) for prefill in (False, True))
         self._processors = processors(device)
-        pieces = [_WORKSPACE_PIECES * each.num_kv_heads for each in heads]
-        rows = [n * tile_rows(each.group_size, False) for n, each in zip(pieces, heads, strict=True)]
-        wide = max(n * each.head_dim for n, each in zip(rows, heads, strict=True))
+        pieces = [_WORKSPACE_PIECES * columns(each)[0] for each in heads]
+        rows = [n * tile_rows(each, False) for n, each in zip(pieces, heads, strict=True)]
+        wide = max(n * each.value_dim for n, each in zip(rows, heads, strict=True))
         self.partial = torch.empty(wide, dtype=torch.float32, device=device)
         self.stats = torch.empty(max(rows) * 2, dtype=torch.float32, device=device)
         self.count = torch.zeros(max(pieces), dtype=torch.int32, device=device)  # programs that are done with a tile
         self._planned: dict[tuple[int, int], tuple[DeviceBatch, torch.Tensor, bool]] = {}  # by window and programs
 
     def programs(self, heads: HeadShape) -> int:
-        """Per KV head."""
-        return max(1, _PROGRAMS * self._processors // heads.num_kv_heads)
+        """Per KV head, or part of its query heads."""
+        return max(1, _PROGRAMS * self._processors // columns(heads)[0])
 
     def items(
         self, batch: DeviceBatch, window: int, programs: int, *, before_pass: bool = False
@@ -497,23 +540,29 @@ def paged_attention(
 ) -> torch.Tensor:
     """See `Ops.attention`. `prefill`: a faster kernel for prefill tiles, which says whether it has computed them; it
     reads no KV in fp8. `lets_next`: a kernel that is launched early begins at once (`launch`)."""
-    out = q.new_empty((q.shape[0], heads.num_heads * heads.head_dim))
-    block_size, block_d = k_cache.shape[1], triton.next_power_of_2(heads.head_dim)
+    (programs, group), rope_dim = columns(heads), heads.head_dim - heads.value_dim
+    out = q.new_empty((q.shape[0], heads.num_heads * heads.value_dim))
+    block_size, block_d = k_cache.shape[1], triton.next_power_of_2(heads.value_dim)
     widen_how, wide = widening(k_cache, q.dtype, workspace.capability), q.element_size() == 4
     k_cache, v_cache = as_bytes(k_cache), as_bytes(v_cache)
     whole = block_size % BLOCK_N == 0 and block_d == heads.head_dim and block_d * k_cache.element_size() >= _TMA_BYTES
     tma = workspace.capability >= (9, 0) and whole and not wide
-    decode_stages, prefill_stages = (2, 1) if wide else (5, 7 if tma else 3)  # that fit into shared memory
+    # What fits into shared memory.
+    step, decode_stages, prefill_stages = (BLOCK_N, 2, 1) if wide else (BLOCK_N, 5, 7 if tma else 3)
+    if rope_dim:
+        step, decode_stages, prefill_stages = (BLOCK_N // 2, 1, 1) if wide else (BLOCK_N, 2, 2)
     k, v = (_descriptor(cache) if tma else cache for cache in (k_cache, v_cache))
     table_stride, slot_stride = batch.block_tables.stride(0), k_cache.stride(1)
     softmax = heads.scale * scales.k * LOG2_E, scales.v
     shape = {
-        "HKV": heads.num_kv_heads,
-        "GROUP": heads.group_size,
-        "D": heads.head_dim,
+        "HKV": programs,
+        "GROUP": group,
+        "D": heads.value_dim,
+        "ROPE": rope_dim,
         "BLOCK_SIZE": block_size,
-        "BLOCK_N": BLOCK_N,
+        "BLOCK_N": step,
         "BLOCK_D": block_d,
+        "BLOCK_R": max(_MMA_COLUMNS, triton.next_power_of_2(max(1, rope_dim))),
         "SPLIT_LEN": SPLIT,
         "WINDOW": heads.window,
         "TMA": tma,
@@ -533,16 +582,16 @@ def paged_attention(
         if batch.branches is not None:
             depth, width = batch.branches.depth, triton.next_power_of_2(batch.branches.slots_per_branch)
             width = max(_MMA_COLUMNS, width)
-        _decode_kernel[(heads.num_kv_heads, len(items))](
+        _decode_kernel[(programs, len(items))](
             *(q, k, v, k_cache, v_cache, out, workspace.partial, workspace.stats, workspace.count, items),
             *(batch.block_tables, batch.positions, batch.slot_mapping, sinks),
             *(table_stride, slot_stride, *softmax, depth),
             **shape,
-            BLOCK_M=tile_rows(heads.group_size, False),
+            BLOCK_M=tile_rows(heads, False),
             WIDTH=width,
             FIRST=heads.first_position,
             STAGES=decode_stages,
-            num_warps=_DECODE_WARPS,
+            num_warps=_PREFILL_WARPS if rope_dim else _DECODE_WARPS,
             LETS_NEXT=lets_next,
             PLANNED=planned,
             **early_launch(q.device),
@@ -552,11 +601,11 @@ def paged_attention(
         overlapped = prefill if tma and not heads.window and not widen_how else None
         if overlapped is not None and overlapped(q, out, batch, heads, k_cache, v_cache, sinks):
             return out
-        _prefill_kernel[(heads.num_kv_heads, tiles.shape[1])](
+        _prefill_kernel[(programs, tiles.shape[1])](
             *(q, k, v, out, tiles, batch.query_start, batch.context_len, batch.block_tables, batch.table_rows),
             *(sinks, tiles.shape[1], table_stride, slot_stride, *softmax),
             **shape,
-            BLOCK_M=tile_rows(heads.group_size, True),
+            BLOCK_M=tile_rows(heads, True),
             TOKENS=workspace.prefill_tokens,
             STAGES=prefill_stages,
             num_warps=_PREFILL_WARPS,

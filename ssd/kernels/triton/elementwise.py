@@ -16,12 +16,13 @@ from ssd.kernels.weights import RoundedRows, Routing
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, pair_weights_ptr, residual_ptr, w_ptr, y_ptr, scale_ptr, x_stride, width, eps,
+    x_ptr, pair_weights_ptr, shared_ptr, residual_ptr, w_ptr, y_ptr, scale_ptr, x_stride, width, eps,
     COUNT: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, SETTLED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """scale_ptr: None, or what is normed is rounded to e4m3, as by `row_codes`. pair_weights_ptr: None, or COUNT rows
-    of x are added up first, as by `experts.combine`. SETTLED: of their `Routing`; then the residual is, too."""
+    of x (and one of shared_ptr) are added up first, as by `experts.combine`. SETTLED: of their `Routing`; then the
+    residual is, too."""
     row = tl.program_id(0).to(tl.int64)
     # 8 numbers of a thread are contiguous, as 16 bytes of bfloat16 are. With stores of bytes the compiler would take
     # 16, and where a thread has more than 8, the sum below would have another order than without rounding.
@@ -47,6 +48,8 @@ def _rms_norm_kernel(
         for i in tl.static_range(COUNT):
             one = tl.load(x_ptr + (row * COUNT + i) * x_stride + k, mask=mask, other=0.0).to(tl.float32)
             x += tl.sum(tl.where(place == i, pair_weights, 0.0)) * one
+        if shared_ptr is not None:
+            x += tl.load(shared_ptr + row * width + k, mask=mask, other=0.0)
         x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
     if residual_ptr is not None:
         total = (before + x).to(residual_ptr.dtype.element_ty)
@@ -73,7 +76,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
 def combine_and_norm(x: ExpertOutputs, weight: torch.Tensor, eps: float, residual: torch.Tensor | None) -> torch.Tensor:
     """See `Ops.combine_and_norm`."""
     y = x.pairs.new_empty((len(x.routing.weights), x.pairs.shape[1]))
-    _launch_rms_norm(x.pairs, residual, weight, y, None, eps, x.routing)
+    _launch_rms_norm(x.pairs, residual, weight, y, None, eps, x.routing, x.shared)
     return y
 
 
@@ -93,11 +96,12 @@ def _launch_rms_norm(
     scales: torch.Tensor | None,
     eps: float,
     routing: Routing | None = None,
+    shared: torch.Tensor | None = None,
 ) -> None:
     block, pair_weights = triton.next_power_of_2(x.shape[1]), None if routing is None else routing.weights
     count = 1 if pair_weights is None else pair_weights.shape[1]
     _rms_norm_kernel[(len(y),)](
-        *(x, pair_weights, residual, weight, y, scales, x.stride(0), x.shape[1], eps),
+        *(x, pair_weights, shared, residual, weight, y, scales, x.stride(0), x.shape[1], eps),
         COUNT=count,
         PLACES=triton.next_power_of_2(count),
         BLOCK=block,
@@ -293,3 +297,67 @@ def rope_and_store(
         **early_launch(qkv.device),
     )
     return q
+
+
+@triton.jit
+def _latent_rope_kernel(
+    q_ptr, kv_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, norm_ptr, out_ptr, cache_ptr,
+    q_stride, q_head, kv_stride, slot_stride, eps,
+    H: tl.constexpr, LATENT: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Some query heads of one token, or (the last program) its key: pairs of neighbours are rotated."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    index = tl.arange(0, HEADS)[:, None]
+    pair = tl.arange(0, BLOCK)[None, :] + tl.zeros_like(index)
+    inside = pair < HALF
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    cos = tl.load(cos_ptr + position * HALF + pair, mask=inside, other=0.0)
+    sin = tl.load(sin_ptr + position * HALF + pair, mask=inside, other=0.0)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    if part < tl.num_programs(1) - 1:
+        head = part * HEADS + index
+        mask = inside & (head < H)
+        x_ptrs = q_ptr + token * q_stride + head * q_head + 2 * pair
+        to = out_ptr + (token * H + head) * (LATENT + 2 * HALF) + LATENT + 2 * pair
+    else:
+        mask = inside & (index == 0) & (slot >= 0)
+        x_ptrs = kv_ptr + token * kv_stride + LATENT + 2 * pair
+        to = cache_ptr + slot * slot_stride + LATENT + 2 * pair
+        d = tl.arange(0, BLOCK_D)
+        d_mask = (d < LATENT) & (slot >= 0)
+        x = tl.load(kv_ptr + token * kv_stride + d, mask=d_mask, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(x * x) / LATENT + eps)
+        latent = (x * scale).to(dtype) * tl.load(norm_ptr + d, mask=d_mask, other=0.0)
+        tl.store(cache_ptr + slot * slot_stride + d, _finite(latent.to(dtype)), mask=d_mask)
+    even = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    odd = tl.load(x_ptrs + 1, mask=mask, other=0.0).to(tl.float32)
+    tl.store(to, tl.fma(even, cos, -(odd * sin)).to(dtype), mask=mask)
+    tl.store(to + 1, tl.fma(even, sin, odd * cos).to(dtype), mask=mask)
+
+
+def latent_rope_and_store(
+    q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, rope: Rope, heads: HeadShape, cache: torch.Tensor
+) -> torch.Tensor:
+    """See `Ops.latent_rope_and_store`."""
+    tokens, half = len(q), (heads.head_dim - heads.latent_dim) // 2
+    out = q.new_empty((tokens, heads.num_heads, heads.head_dim))
+    _latent_rope_kernel[(tokens, triton.cdiv(heads.num_heads, _HEADS) + 1)](
+        *(q[:, :, -2 * half :], kv, batch.positions, batch.slot_mapping, rope.cos, rope.sin, rope.k_norm, out, cache),
+        *(q.stride(0), q.stride(1), kv.stride(0), cache.stride(1), rope.eps),
+        H=heads.num_heads,
+        LATENT=heads.latent_dim,
+        HALF=half,
+        HEADS=_HEADS,
+        BLOCK=triton.next_power_of_2(half),
+        BLOCK_D=triton.next_power_of_2(heads.latent_dim),
+        num_warps=1,
+        **early_launch(q.device),
+    )
+    return out

@@ -23,7 +23,7 @@ from ssd.kernels.triton.codes_linear import sums as code_sums
 from ssd.kernels.triton.epilogue import gate_and_up, silu
 from ssd.kernels.triton.linear import sums as dense_sums
 from ssd.kernels.triton.packing import PackedCodes
-from ssd.kernels.weights import GLU, SWIGLU, Routing
+from ssd.kernels.weights import GLU, SOFTMAX_OF_CHOSEN, SWIGLU, Routing, RoutingRule
 
 _ROUTER_DEPTH = 256  # of a piece of the router's product
 _PAIRS = 1024  # that one step of `_order_kernel` sorts
@@ -96,12 +96,36 @@ def _logit_keys(logits):
     return _ordered(tl.where(logits == logits, logits + 0.0, float("-inf")))
 
 
+@triton.jit
+def _in_kept_groups(
+    keys, e, size, GROUPS: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The keys of scores, those of groups that are not kept as if they were -inf."""
+    lowest = _ordered(tl.full((BLOCK,), float("-inf"), tl.float32))
+    left = keys
+    for _ in tl.static_range(GROUPS - KEPT):  # without the worst group, the last one where they are equal
+        worst = GROUPS
+        least = float("inf")
+        for g in tl.static_range(GROUPS):
+            own = tl.where(e // size == g, left, -1 << 31)
+            first = tl.max(own, 0)
+            place = tl.min(tl.where(own == first, e, BLOCK), 0)
+            second = tl.max(tl.where(e == place, -1 << 31, own), 0)
+            both = _ordered(first).to(tl.float32, bitcast=True) + _ordered(second).to(tl.float32, bitcast=True)
+            worse = (first > tl.max(lowest, 0)) & (both <= least)
+            worst = tl.where(worse, g, worst)
+            least = tl.where(worse, both, least)
+        left = tl.where(e // size == worst, lowest, left)
+    return left
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _route_kernel(
-    logits_ptr, ids_ptr, weights_ptr, rows, experts, PIECES: tl.constexpr,
-    COUNT: tl.constexpr, CHOSEN: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    logits_ptr, correction_ptr, ids_ptr, weights_ptr, rows, experts, scale, PIECES: tl.constexpr,
+    COUNT: tl.constexpr, NORMALIZED: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
+    PLACES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row: its COUNT largest logits, the lower expert first where they are equal, and their softmax."""
+    """One row: its COUNT experts and their weights, by a `RoutingRule`."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -109,7 +133,15 @@ def _route_kernel(
     e = tl.arange(0, BLOCK)
     place = tl.arange(0, PLACES)
     logits = _added_up(logits_ptr + row * experts + e, e < experts, rows * experts, PIECES)
-    keys = _logit_keys(logits)
+    scores = logits
+    if SIGMOID:
+        numbers = tl.sigmoid(logits)
+        scores = tl.where(
+            e < experts, numbers + tl.load(correction_ptr + e, mask=e < experts, other=0.0), float("-inf")
+        )
+    keys = _logit_keys(scores)
+    if GROUPS > KEPT:
+        keys = _in_kept_groups(keys, e, experts // GROUPS, GROUPS, KEPT, BLOCK)
     ids = tl.zeros((PLACES,), tl.int32)
     weights = tl.zeros((PLACES,), tl.float32)
     top = 0.0
@@ -117,16 +149,21 @@ def _route_kernel(
     for i in tl.static_range(COUNT):
         key = tl.max(keys, 0)
         best, logit = tl.min(tl.where(keys == key, e, BLOCK), 0), _ordered(key).to(tl.float32, bitcast=True)
-        top = logit if i == 0 else top
-        weight = tl.exp(logit - top)
+        if SIGMOID:
+            weight = tl.sum(tl.where(e == best, numbers, 0.0))
+        else:
+            top = logit if i == 0 else top
+            weight = tl.exp(logit - top)
         ids = tl.where(place == i, best, ids)
         weights = tl.where(place == i, weight, weights)
         total += weight  # in this order, as `_route_few_kernel` has it
         keys = tl.where(e == best, -1 << 31, keys)
-    if not CHOSEN:
+    if SIGMOID:
+        total = total + 1e-20 if NORMALIZED else 1.0
+    elif not NORMALIZED:
         total = tl.sum(tl.exp(logits - top))
     tl.store(ids_ptr + row * COUNT + place, ids, mask=place < COUNT)
-    tl.store(weights_ptr + row * COUNT + place, weights / total, mask=place < COUNT)
+    tl.store(weights_ptr + row * COUNT + place, weights / total * scale, mask=place < COUNT)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
@@ -134,8 +171,8 @@ def _route_few_kernel(
     logits_ptr, ids_ptr, weights_ptr, order_ptr, starts_ptr, tiles_ptr, rows, experts, tiles, PIECES: tl.constexpr,
     COUNT: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """What `_route_kernel` (with CHOSEN) and `_order_kernel` do, in one program, for so few rows that an expert has one
-    tile."""
+    """What `_route_kernel` (by SOFTMAX_OF_CHOSEN) and `_order_kernel` do, in one program, for so few rows that an
+    expert has one tile."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # see `route`
@@ -219,7 +256,7 @@ def _order_kernel(
         first += tl.sum(mine)
 
 
-def route(logits: torch.Tensor, count: int, *, chosen: bool) -> Routing:
+def route(logits: torch.Tensor, count: int, rule: RoutingRule, correction: torch.Tensor | None = None) -> Routing:
     """See `Ops.route`. Logits are those of `router`, or [rows, experts].
 
     The last kernel lets the experts' product begin after its own wait: multiprocessors are free then. Before, some are
@@ -237,12 +274,20 @@ def route(logits: torch.Tensor, count: int, *, chosen: bool) -> Routing:
         **early_launch(logits.device),
     }
     few_rows = triton.next_power_of_2(rows)
-    if chosen and rows <= block and few_rows * options["PLACES"] <= _FEW_PAIRS:
+    if rule == SOFTMAX_OF_CHOSEN and rows <= block and few_rows * options["PLACES"] <= _FEW_PAIRS:
         few = {"ROWS": few_rows, "num_warps": min(4, few_rows)}
         sizes = (rows, experts, len(tiles))
         _route_few_kernel[(1,)](logits, ids, weights, order, starts, tiles, *sizes, **few, **options)
         return Routing(ids, weights, order, starts, tiles)
-    _route_kernel[(rows,)](logits, ids, weights, rows, experts, CHOSEN=chosen, num_warps=1, **options)
+    _route_kernel[(rows,)](
+        *(logits, correction, ids, weights, rows, experts, rule.scale),
+        NORMALIZED=rule.normalized,
+        SIGMOID=rule.sigmoid,
+        GROUPS=rule.groups,
+        KEPT=rule.kept_groups,
+        num_warps=1,
+        **options,
+    )
     _order_kernel[(experts,)](
         *(ids, order, starts, tiles, rows * count, len(tiles)),
         BLOCK=min(_PAIRS, max(128, triton.next_power_of_2(rows * count))),
@@ -407,7 +452,7 @@ def code_tile(rows: int, x: torch.Tensor, weight: PackedCodes) -> codes_linear.T
 
 @triton.jit
 def _combine_kernel(
-    x_ptr, weights_ptr, y_ptr, width, COUNT: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    x_ptr, weights_ptr, shared_ptr, y_ptr, width, COUNT: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -420,14 +465,18 @@ def _combine_kernel(
         pair = row * COUNT + i
         x = tl.load(x_ptr + pair * width + at, mask=mask, other=0.0).to(tl.float32)
         total += tl.load(weights_ptr + pair) * x
+    if shared_ptr is not None:
+        total += tl.load(shared_ptr + row * width + at, mask=mask, other=0.0)
     tl.store(y_ptr + row * width + at, total.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def combine(x: torch.Tensor, routing: Routing, *, float32: bool = False) -> torch.Tensor:
+def combine(
+    x: torch.Tensor, routing: Routing, shared: torch.Tensor | None = None, *, float32: bool = False
+) -> torch.Tensor:
     """See `Ops.combine`."""
     (rows, count), width = routing.weights.shape, x.shape[1]
     y = x.new_empty((rows, width), dtype=torch.float32 if float32 else x.dtype)
     grid = (rows, triton.cdiv(width, _WIDTH))
     options = {"COUNT": count, "BLOCK": _WIDTH, "num_warps": 4, **early_launch(x.device)}
-    _combine_kernel[grid](x, routing.weights, y, width, **options)
+    _combine_kernel[grid](x, routing.weights, shared, y, width, **options)
     return y

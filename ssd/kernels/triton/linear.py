@@ -163,3 +163,43 @@ def linear(
         **early_launch(x.device, num_rows <= _EARLY_ROWS),
     )
     return y
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _head_kernel(
+    x_ptr, w_ptr, y_ptr, num_rows, N, K: tl.constexpr, x_stride, x_head, y_stride, y_head,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """y[m, h, n] = sum_k x[m, h, k] w[h, n, k], of one head h."""
+    head = tl.program_id(2)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    m_mask, n_mask = m < num_rows, n < N
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    x_ptrs = x_ptr + m[None, :].to(tl.int64) * x_stride + head * x_head + k[:, None]
+    w_ptrs = w_ptr + (head * N + n[:, None]).to(tl.int64) * K + k[None, :]
+    acc = sums(x_ptrs, w_ptrs, m_mask, n_mask, K, BLOCK_K, STAGES)
+    to = y_ptr + m[None, :].to(tl.int64) * y_stride + head * y_head + n[:, None]
+    tl.store(to, acc.to(y_ptr.dtype.element_ty), mask=m_mask[None, :] & n_mask[:, None])
+
+
+def head_linear(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+    """See `Weight.head_linear`. The order of sums is that of `linear`."""
+    num_rows, heads, depth = x.shape
+    columns = len(weight) // heads
+    if y is None:
+        y = x.new_empty((num_rows, heads, columns))
+    shape = Tile(16, 64, 64, 3, 4) if num_rows <= 16 else Tile(64, 64, 64, 3, 4)
+    tile = fitting(shape, x.element_size(), shared_memory(x.device))
+    _head_kernel[(triton.cdiv(num_rows, tile.rows), triton.cdiv(columns, tile.columns), heads)](
+        *(x, weight, y, num_rows, columns, depth, x.stride(0), x.stride(1), y.stride(0), y.stride(1)),
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
+        BLOCK_K=tile.depth * 2 // x.element_size(),
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+        **early_launch(x.device, num_rows <= _EARLY_ROWS),
+    )
+    return y

@@ -99,6 +99,11 @@ class TritonOps(SharedOps):
     ) -> torch.Tensor:
         return elementwise.rope_and_store(qkv, batch, rope, heads, k_cache, v_cache, scales)
 
+    def latent_rope_and_store(
+        self, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, rope: Rope, heads: HeadShape, cache: torch.Tensor
+    ) -> torch.Tensor:
+        return elementwise.latent_rope_and_store(q, kv, batch, rope, heads, cache)
+
     def attention(
         self,
         q: torch.Tensor,

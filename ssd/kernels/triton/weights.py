@@ -48,6 +48,9 @@ class DenseWeight(Weight):
         out_dtype = torch.float32 if float32 else x.dtype
         return experts.expert_linear(x, self.dense, routing, bias, glu=glu, out_dtype=out_dtype)
 
+    def head_linear(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        return linear.head_linear(x, self.dense, y)
+
     def embedding(self, token_ids: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.embedding(token_ids, self.dense)
 

@@ -5,7 +5,8 @@
  * the last of several; the numbers are the same.  A row sees exactly its n visible positions of a chunk, padded up to a full
  * vector with score -inf and with its own first position's value, so its result has the same bits whatever the other rows
  * are.
- * With a window, chunks before it are skipped.
+ * With a window, chunks before it are skipped.  In latent attention, whose one KV head has many query heads, a task has a part of
+ * these.
  * With `slots`, every row is the newest token of a branch: it sees the positions that its sequence's branches share, then `depth`
  * + 1 slots of its own, the last of them slots[row] (-1: padding, sees nothing), in chunks counted from the first. */
 #define CH 64        /* absolute positions of a chunk */
@@ -19,8 +20,9 @@
 
 struct attention_args {
     struct paged_attention; /* the call */
-    long dp;                /* d rounded up to full vectors */
+    long dp, vp;            /* d and value_d, rounded up to full vectors */
     long rows;              /* rows per task at most */
+    long parts;             /* of the query heads of a KV head, which are tasks of their own */
     long tasks;             /* of all KV heads */
     long lanes, partial_floats; /* queries of a partial result, in whole vectors (of AMX: tiles), and its floats */
     long cuts, per;     /* pieces of a task that threads take, and chunks of one */
@@ -38,7 +40,7 @@ struct chunk {
 };
 
 /* Partial result, of a chunk or of several: of each query the largest score, the sum of the weights, and the sum of the weighted
- * values [dp], which is not set if the query sees nothing: then the sum of its weights is 0. */
+ * values [vp], which is not set if the query sees nothing: then the sum of its weights is 0. */
 struct partial {
     float *max, *sum, *acc;
 };
@@ -71,8 +73,9 @@ static void load_chunk(const struct attention_args *a, struct chunk *c, const in
             fetch((const char *)a->v_cache + offsets[ahead] * bytes, bytes);
         }
         load_row(c->copy_k + i * a->dp, a->k_cache, offsets[i] * a->d, a->d, a->kv);
+        c->k[i] = c->v[i] = (const char *)(c->copy_k + i * a->dp);
+        if (a->v_cache == a->k_cache) continue;
         load_row(c->copy_v + i * a->dp, a->v_cache, offsets[i] * a->d, a->d, a->kv);
-        c->k[i] = (const char *)(c->copy_k + i * a->dp);
         c->v[i] = (const char *)(c->copy_v + i * a->dp);
     }
 }
@@ -116,11 +119,11 @@ INLINE void score_tile(const int nq, const int narrow, const float *q, long dp, 
             UNROLL for (int j = 0; j < nv; j++) acc[i][j] = FMA_LANE(acc[i][j], x[j], pq[i], lane);                \
     }
 
-/* acc = p @ v for nq queries and nv vectors of d: one FMA chain over the positions per element */
-INLINE void value_tile(const int nq, const int nv, const int narrow, const struct softmax *s, long q0, long dp, long e,
+/* acc = p @ v for nq queries and nv vectors of vp: one FMA chain over the positions per element */
+INLINE void value_tile(const int nq, const int nv, const int narrow, const struct softmax *s, long q0, long vp, long e,
                        const char *const *v, long n) {
     vf acc[AQ][AV];
-    float *out = s->to.acc + q0 * dp + e;
+    float *out = s->to.acc + q0 * vp + e;
     const float *p = s->scores + q0 * CH;
     UNROLL for (int i = 0; i < nq; i++) UNROLL for (int j = 0; j < nv; j++) acc[i][j] = vset(0.0f);
     for (long t = 0; t < n; t += 4) {
@@ -129,7 +132,7 @@ INLINE void value_tile(const int nq, const int nv, const int narrow, const struc
         VALUE_STEP(0) VALUE_STEP(1) VALUE_STEP(2) VALUE_STEP(3)
     }
     UNROLL for (int i = 0; i < nq; i++)
-        UNROLL for (int j = 0; j < nv; j++) vstore(out + i * dp + j * VL, acc[i][j]);
+        UNROLL for (int j = 0; j < nv; j++) vstore(out + i * vp + j * VL, acc[i][j]);
 }
 
 /* scores -> weights of one query over n positions (padded to full vectors), their largest and their sum */
@@ -169,23 +172,23 @@ INLINE void score_queries(const int nq, const int narrow, const struct softmax *
             score_queries(nq, 0, s, q0, dp, c, at, n);                                                           \
     }
 #define VALUES(nq)                                                                                                       \
-    static void values_##nq(const struct softmax *s, long q0, long dp, const struct chunk *c, long at, long e, long n) { \
-        if (e + AV * VL > dp)                                                                                            \
-            value_tile(nq, 1, 0, s, q0, dp, e, c->v + at, n);                                                            \
+    static void values_##nq(const struct softmax *s, long q0, long vp, const struct chunk *c, long at, long e, long n) { \
+        if (e + AV * VL > vp)                                                                                            \
+            value_tile(nq, 1, 0, s, q0, vp, e, c->v + at, n);                                                            \
         else if (c->narrow)                                                                                              \
-            value_tile(nq, AV, 1, s, q0, dp, e, c->v + at, n);                                                           \
+            value_tile(nq, AV, 1, s, q0, vp, e, c->v + at, n);                                                           \
         else                                                                                                             \
-            value_tile(nq, AV, 0, s, q0, dp, e, c->v + at, n);                                                           \
+            value_tile(nq, AV, 0, s, q0, vp, e, c->v + at, n);                                                           \
     }
 SCORES(1) SCORES(2) SCORES(3) SCORES(4) VALUES(1) VALUES(2) VALUES(3) VALUES(4)
 typedef void scores_fn(const struct softmax *s, long q0, long dp, const struct chunk *c, long at, long n);
-typedef void values_fn(const struct softmax *s, long q0, long dp, const struct chunk *c, long at, long e, long n);
+typedef void values_fn(const struct softmax *s, long q0, long vp, const struct chunk *c, long at, long e, long n);
 static scores_fn *const SCORES_OF[] = {0, scores_1, scores_2, UP_TO(AQ, scores, 3), UP_TO(AQ, scores, 4)};
 static values_fn *const VALUES_OF[] = {0, values_1, values_2, UP_TO(AQ, values, 3), UP_TO(AQ, values, 4)};
 
 /* Queries [q0, q1) against n positions of a chunk, from its position `at` on.  All of them read a few columns of the values,
  * which stay in the L1 cache. */
-static void attend_chunk(const struct softmax *s, long q0, long q1, long dp, struct chunk *c, long at, long n) {
+static void attend_chunk(const struct softmax *s, long q0, long q1, long dp, long vp, struct chunk *c, long at, long n) {
     const char *kept[2][AP]; /* of the positions behind the last one: those of the first are read in their place */
     for (long i = 0; i < AP - 1; i++) {
         kept[0][i] = c->k[at + n + i], kept[1][i] = c->v[at + n + i];
@@ -193,8 +196,8 @@ static void attend_chunk(const struct softmax *s, long q0, long q1, long dp, str
     }
     for (long q = q0; q < q1; q += AQ) SCORES_OF[min_l(AQ, q1 - q)](s, q, dp, c, at, n);
     for (long q = q0; q < q1; q++) softmax_query(s, q, n);
-    for (long e = 0; e < dp; e += e + AV * VL > dp ? VL : AV * VL)
-        for (long q = q0; q < q1; q += AQ) VALUES_OF[min_l(AQ, q1 - q)](s, q, dp, c, at, e, n);
+    for (long e = 0; e < vp; e += e + AV * VL > vp ? VL : AV * VL)
+        for (long q = q0; q < q1; q += AQ) VALUES_OF[min_l(AQ, q1 - q)](s, q, vp, c, at, e, n);
     for (long i = 0; i < AP - 1; i++) c->k[at + n + i] = kept[0][i], c->v[at + n + i] = kept[1][i];
 }
 
@@ -222,7 +225,7 @@ static long own_slots(const struct attention_args *a, long row) {
 struct task {
     const struct attention_args *a;
     long seq, row, rows, kv_head;
-    long heads, queries; /* query heads of a KV head; pairs of a row and one of these */
+    long head, heads, queries; /* the first query head and their number; pairs of a row and one of these */
     long begin, end;    /* positions of its sequence that any row sees */
     long first, shared; /* where the first chunk begins, and the chunks of its sequence; then come those of the branches */
     long own, chunks;   /* slots of a branch at most; chunks in all */
@@ -245,7 +248,7 @@ static struct partial begin_partial(const struct task *t, long number) {
 /* adds the number-th of a task's results to the first one */
 static void add_partial(const struct task *t, long number) {
     const struct partial to = partial_at(t, 0), from = partial_at(t, number);
-    const long dp = t->a->dp;
+    const long vp = t->a->vp;
     for (long first = 0; first < t->queries; first += VL) {
         float alpha[VL], beta[VL];
         vf before = vload(to.max + first), own = vload(from.max + first), top = vmax(own, before);
@@ -253,13 +256,13 @@ static void add_partial(const struct task *t, long number) {
         vf sum = vload(to.sum + first), sum_here = vload(from.sum + first);
         vstore(alpha, old), vstore(beta, new);
         for (long q = first; q < min_l(t->queries, first + VL); q++) {
-            float *acc = to.acc + q * dp;
-            const float *here = from.acc + q * dp;
+            float *acc = to.acc + q * vp;
+            const float *here = from.acc + q * vp;
             if (from.sum[q] == 0.0f) continue;
             if (to.sum[q] == 0.0f)
-                memcpy(acc, here, (size_t)dp * 4);
+                memcpy(acc, here, (size_t)vp * 4);
             else
-                for (long e = 0; e < dp; e += VL)
+                for (long e = 0; e < vp; e += VL)
                     vstore(acc + e, vfma(vload(here + e) * beta[q - first], vload(acc + e), vset(alpha[q - first])));
         }
         vstore(to.max + first, top), vstore(to.sum + first, sum * old + sum_here * new);
@@ -270,7 +273,7 @@ static void load_queries(const struct task *t, float *q) {
     const struct attention_args *a = t->a;
     if (a->dp != a->d) memset(q, 0, (size_t)(t->queries * a->dp) * 4);
     for (long i = 0; i < t->queries; i++, q += a->dp) {
-        long head = t->kv_head * t->heads + i % t->heads;
+        long head = t->head + i % t->heads;
         load_row(q, a->q, (t->row + i / t->heads) * a->ldq + head * a->d, a->d, a->bf16);
         for (long e = 0; e < a->d; e++) q[e] *= a->scale;
     }
@@ -286,7 +289,8 @@ static void vector_chunks(const struct task *t, long from, long to, float *memor
     const long dp = a->dp;
     struct softmax s = {.q = memory, .scores = memory + a->lanes * dp};
     struct chunk c = {.bytes = a->d * bytes_of(a->kv)};
-    c.in_place = t->queries <= AQ && a->kv != E4M3 && a->d % (AV * VL) == 0; /* else keys and values are widened once */
+    const int whole = a->d % (AV * VL) == 0 && a->value_d % (AV * VL) == 0;
+    c.in_place = t->queries <= AQ && a->kv != E4M3 && whole; /* else keys and values are widened once */
     c.narrow = c.in_place && a->kv == BF16;
     c.copy_k = s.scores + a->lanes * CH, c.copy_v = c.copy_k + CH * dp;
     if (dp != a->d) memset(c.copy_k, 0, (size_t)(2 * CH * dp) * 4);
@@ -311,7 +315,7 @@ static void vector_chunks(const struct task *t, long from, long to, float *memor
                 if (max_l(0, first_seen(a, t->seq, t->row + next) - start) != begin ||
                     min_l(CH, shared_positions(a, t->seq, t->row + next) - start) != stop)
                     break;
-            if (stop > begin) attend_chunk(&s, r * t->heads, next * t->heads, dp, &c, begin, stop - begin);
+            if (stop > begin) attend_chunk(&s, r * t->heads, next * t->heads, dp, a->vp, &c, begin, stop - begin);
         }
         if (!a->partials && number) add_partial(t, 1);
     }

@@ -4,7 +4,7 @@
  * the weight 0: that changes none of its sums while values are finite, but may change the sign of one that is 0.  These bits
  * differ from those of the vectors above, so what decides between both is the same for all rows of a model. */
 INLINE int amx_attends(const struct attention_args *a) {
-    return HAS_AMX && a->bf16 && a->kv == BF16 && a->d % 32 == 0 && a->heads / a->kv_heads <= AMX_ROWS;
+    return HAS_AMX && a->bf16 && a->kv == BF16 && a->d % 32 == 0 && a->value_d == a->d && a->heads / a->kv_heads <= AMX_ROWS;
 }
 
 #define FEW_QUERIES 4
@@ -213,7 +213,7 @@ static void amx_chunks(const struct task *t, long from, long to, float *memory) 
     for (long e = 0; e < a->d; e += 32) {
         vf r[VL];
         for (long i = 0; i < VL; i++) {
-            long q = i < t->queries ? i : 0, head = t->kv_head * t->heads + q % t->heads;
+            long q = i < t->queries ? i : 0, head = t->head + q % t->heads;
             r[i] = vload((const void *)((const uint16_t *)a->q + (t->row + q / t->heads) * a->ldq + head * a->d + e));
         }
         transpose(r);

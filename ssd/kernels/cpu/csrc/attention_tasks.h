@@ -2,8 +2,10 @@
 
 /* the number-th task: of a few rows of a sequence and a KV head */
 static struct task find_task(const struct attention_args *a, long number) {
-    struct task t = {.a = a, .kv_head = number % a->kv_heads, .heads = a->heads / a->kv_heads, .begin = LONG_MAX, .place = 2};
-    number /= a->kv_heads;
+    struct task t = {.a = a, .heads = a->heads / a->kv_heads / a->parts, .begin = LONG_MAX, .place = 2};
+    const long columns = a->kv_heads * a->parts, column = number % columns;
+    t.kv_head = column / a->parts, t.head = column * t.heads;
+    number /= columns;
     for (long begin, count, tasks;; t.seq++, number -= tasks) {
         begin = a->query_start[t.seq], count = a->query_start[t.seq + 1] - begin, tasks = ceil_div(count, a->rows);
         if (number >= tasks) continue;
@@ -29,20 +31,20 @@ static void store_attention(const struct task *t) {
     if (!t->chunks) begin_partial(t, 0);
     for (long number = 1; a->partials && number < t->chunks; number++) add_partial(t, number);
     for (long q = 0; q < t->queries; q++) {
-        long head = t->kv_head * t->heads + q % t->heads, at = ((t->row + q / t->heads) * a->heads + head) * a->d;
-        float *acc = sums.acc + q * a->dp, sum = sums.sum[q];
+        long head = t->head + q % t->heads, at = ((t->row + q / t->heads) * a->heads + head) * a->value_d;
+        float *acc = sums.acc + q * a->vp, sum = sums.sum[q];
         if (sum == 0.0f) { /* padding */
-            memset((char *)a->out + at * (a->bf16 ? 2 : 4), 0, (size_t)a->d * (a->bf16 ? 2 : 4));
+            memset((char *)a->out + at * (a->bf16 ? 2 : 4), 0, (size_t)a->value_d * (a->bf16 ? 2 : 4));
             continue;
         }
         if (a->sinks) sum += vexp(vset(a->sinks[head] - sums.max[q]))[0];
-        for (long e = 0; e < a->d; e++) acc[e] = acc[e] / sum * a->v_scale + 0.0f; /* for the sign of zeros */
+        for (long e = 0; e < a->value_d; e++) acc[e] = acc[e] / sum * a->v_scale + 0.0f; /* for the sign of zeros */
         for (long e = 0; amx_attends(a) && e < a->d; e += 32)
             *(vu_mem *)((uint16_t *)a->out + at + e) =
                 (vu)vround_bf16(vload(acc + e)) >> 16 | (vu)vround_bf16(vload(acc + e + VL));
-        if (!amx_attends(a)) store_row(a->out, at, acc, a->d, a->bf16);
+        if (!amx_attends(a)) store_row(a->out, at, acc, a->value_d, a->bf16);
     }
-    if (a->next) columns_done(a->next, t->row, t->rows, t->kv_head * t->heads * a->d, t->heads * a->d);
+    if (a->next) columns_done(a->next, t->row, t->rows, t->head * a->value_d, t->heads * a->value_d);
 }
 
 /* Pieces of tasks, those with the longest rows first.  Whoever computes a task's last piece adds up all partial results. */
@@ -81,26 +83,30 @@ int ssd_paged_attention(const void *given, int nthreads) {
     const struct paged_attention *call = given;
     const int32_t *query_start = call->query_start;
     const long sequences = call->sequences, heads = call->heads, kv_heads = call->kv_heads, d = call->d;
-    struct attention_args a = {.dp = ceil_div(d, VL) * VL, .per = LONG_MAX, .cuts = 1, .next = following};
+    struct attention_args a = {.dp = ceil_div(d, VL) * VL, .per = LONG_MAX, .cuts = 1, .parts = 1, .next = following};
     memcpy(&a, call, sizeof *call);
+    a.vp = ceil_div(a.value_d, VL) * VL;
     long longest = 0, work = 0, queries = QUERIES, whole = VL;
+    const long group = heads / kv_heads; /* in latent attention: equal parts of QUERIES heads at most */
+    while (a.value_d < d && (group > QUERIES * a.parts || group % a.parts)) a.parts++;
+    const long columns = kv_heads * a.parts;
     for (long s = 0; s < sequences; s++) {
         if (!attention_fits(&a, s)) return 1;
         longest = max_l(longest, query_start[s + 1] - query_start[s]);
     }
     if (amx_attends(&a)) queries = whole = AMX_ROWS;
-    a.rows = max_l(1, min_l(longest, queries * kv_heads / heads));
+    a.rows = max_l(1, min_l(longest, queries * columns / heads));
     a.rows = max_l(1, ceil_div(longest, ceil_div(longest, a.rows))); /* equal tasks */
     for (long s = 0; s < sequences; s++) {
-        a.tasks += ceil_div(query_start[s + 1] - query_start[s], a.rows) * kv_heads;
+        a.tasks += ceil_div(query_start[s + 1] - query_start[s], a.rows) * columns;
         for (long row = query_start[s]; row < query_start[s + 1]; row++)
             work += max_l(0, shared_positions(&a, s, row) - first_seen(&a, s, row)) + own_slots(&a, row);
     }
-    a.lanes = ceil_div(a.rows * (heads / kv_heads), whole) * whole;
-    a.partial_floats = a.lanes * (2 + a.dp);
+    a.lanes = ceil_div(a.rows * (heads / columns), whole) * whole;
+    a.partial_floats = a.lanes * (2 + a.vp);
     if (work * heads * d < 32768) nthreads = 1;
     if (a.tasks < MANY_TASKS * nthreads)
-        for (long i = 0; i < a.tasks; i += kv_heads) a.most = max_l(a.most, find_task(&a, i).chunks);
+        for (long i = 0; i < a.tasks; i += columns) a.most = max_l(a.most, find_task(&a, i).chunks);
     for (long cuts = 2, least = ceil_div(a.tasks, nthreads) * (2 * a.most + 1); cuts <= min_l(a.most, 2 * nthreads); cuts++) {
         long per = ceil_div(a.most, cuts), time = ceil_div(a.tasks * cuts, nthreads) * (2 * per + 1); /* in halves of a chunk */
         if (time >= least) continue;

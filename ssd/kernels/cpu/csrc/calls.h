@@ -26,7 +26,7 @@ static struct result result_of(const struct call *call) {
     }
     if (call->function == ssd_paged_attention) {
         const struct paged_attention *a = call->arguments;
-        return (struct result){a->out, a->tokens, a->heads * a->d, a->bf16};
+        return (struct result){a->out, a->tokens, a->heads * a->value_d, a->bf16};
     }
     const struct linear *a = as_product(call);
     return a && !a->wide ? (struct result){a->y, a->m, a->n, a->bf16} : (struct result){0};

@@ -1,29 +1,55 @@
 /* experts */
+/* Scores that a row's experts are chosen by, and their numbers that make the weights: -inf in the groups that are not kept. */
+static void route_scores(const struct route *a, const float *logits, float *scores, float *numbers) {
+    const long size = a->experts / a->groups;
+    for (long e = 0; e < a->experts; e++) {
+        scores[e] = numbers[e] = a->sigmoid ? 1.0f / (1.0f + expf(-logits[e])) : logits[e];
+        if (a->correction) scores[e] += a->correction[e];
+    }
+    for (long left = a->groups; left > a->kept_groups; left--) { /* without the worst one, the last where they are equal */
+        long worst = -1;
+        float least = INFINITY;
+        for (long g = 0; g < a->groups; g++) {
+            const float *own = scores + g * size;
+            float first = -INFINITY, second = -INFINITY;
+            for (long e = 0; e < size; e++) {
+                if (own[e] > first)
+                    second = first, first = own[e];
+                else if (own[e] > second)
+                    second = own[e];
+            }
+            if (first == -INFINITY) continue; /* dropped before */
+            if (first + second <= least) worst = g, least = first + second;
+        }
+        for (long e = 0; worst >= 0 && e < size; e++) scores[worst * size + e] = -INFINITY;
+    }
+}
+
 int ssd_route(const void *given, int threads) {
     const struct route *call = given;
     const long rows = call->rows, experts = call->experts, count = call->count;
     const float *logits = call->logits;
     int32_t *ids = call->ids, *order = call->order, *starts = call->starts;
-    float *weights = call->weights;
+    float *weights = call->weights, *scores = scratch(ROWS, (size_t)(2 * experts)), *numbers = scores + experts;
     memset(starts, 0, (size_t)(experts + 1) * 4);
     for (long r = 0; r < rows; r++, logits += experts, ids += count, weights += count) {
+        route_scores(call, logits, scores, numbers);
+        float sum = call->sigmoid ? 1e-20f : 0.0f;
         for (long i = 0; i < count; i++) {
             long best = -1;
             for (long e = 0; e < experts; e++) {
                 int taken = 0;
                 for (long j = 0; j < i; j++) taken |= ids[j] == e;
-                if (!taken && (best < 0 || logits[e] > logits[best])) best = e;
+                if (!taken && (best < 0 || scores[e] > scores[best])) best = e;
             }
             ids[i] = (int32_t)best;
-            weights[i] = expf(logits[best] - logits[ids[0]]);
+            weights[i] = call->sigmoid ? numbers[best] : expf(numbers[best] - numbers[ids[0]]);
             starts[best + 1]++;
         }
-        float sum = 0.0f;
-        if (call->chosen)
-            for (long i = 0; i < count; i++) sum += weights[i];
-        else
-            for (long e = 0; e < experts; e++) sum += expf(logits[e] - logits[ids[0]]);
-        for (long i = 0; i < count; i++) weights[i] /= sum;
+        for (long i = 0; call->normalized && i < count; i++) sum += weights[i];
+        for (long e = 0; !call->normalized && !call->sigmoid && e < experts; e++) sum += expf(numbers[e] - numbers[ids[0]]);
+        if (call->sigmoid && !call->normalized) sum = 1.0f;
+        for (long i = 0; i < count; i++) weights[i] = weights[i] / sum * call->scale;
     }
     for (long e = 0; e < experts; e++) starts[e + 1] += starts[e];
     ids -= rows * count;
@@ -64,6 +90,29 @@ int ssd_expert_linear(const void *given, int threads) {
     return 0;
 }
 
+static void head_products(void *given, long begin, long end) {
+    const struct head_linear *call = given;
+    struct linear own = call->linear;
+    const size_t size = own.bf16 ? 2 : 4, row = (size_t)own.n * size;
+    char *y = own.y;
+    own.y = scratch(EXPERT, ((size_t)own.m * row + 3) / 4);
+    for (long h = begin; h < end; h++) {
+        own.w = (const char *)call->weights[h];
+        own.x = (const char *)call->linear.x + (size_t)(h * call->x_head) * size;
+        ssd_linear(&own, 1);
+        for (long r = 0; r < own.m; r++)
+            memcpy(y + (size_t)(r * call->ldy + h * call->y_head) * size, (char *)own.y + (size_t)r * row, row);
+    }
+}
+
+int ssd_head_linear(const void *given, int threads) {
+    const struct head_linear *call = given;
+    const struct linear *one = &call->linear;
+    int few = (double)one->m * (double)one->n * (double)one->k * (double)call->heads < 65536.0;
+    parallel(call->heads, few ? 1 : threads, head_products, (void *)given);
+    return 0;
+}
+
 static void combine_rows(void *given, long begin, long end) {
     const struct combine *a = given;
     float *sum = scratch(ROWS, (size_t)(2 * a->n)), *x = sum + a->n;
@@ -73,6 +122,7 @@ static void combine_rows(void *given, long begin, long end) {
             load_row(x, a->x, (r * a->count + i) * a->n, a->n, a->bf16);
             for (long j = 0; j < a->n; j++) sum[j] = i ? sum[j] + weight * x[j] : weight * x[j];
         }
+        for (long j = 0; a->shared && j < a->n; j++) sum[j] += a->shared[r * a->n + j];
         store_row(a->y, r * a->n, sum, a->n, a->bf16 && !a->wide);
     }
 }

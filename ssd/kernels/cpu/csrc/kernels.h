@@ -52,13 +52,13 @@ struct linear {
     long row_groups;
 };
 
-/* The `count` largest logits of each row, the lower expert first where they are equal, and their weights: the softmax
- * over the chosen ones (`chosen`) or over all.  A pair is (row, place among its experts); `order` has the pairs by
- * expert, those of expert e from starts[e] on. */
+/* The `count` experts of each row and their weights, by a RoutingRule (ssd/kernels/weights.py).  A pair is (row, place among
+ * its experts); `order` has the pairs by expert, those of expert e from starts[e] on. */
 struct route {
-    const float *logits;
-    long rows, experts, count;
-    int chosen;
+    const float *logits, *correction;
+    long rows, experts, count, groups, kept_groups;
+    int normalized, sigmoid;
+    float scale;
     int32_t *ids;
     float *weights;
     int32_t *order, *starts;
@@ -73,10 +73,18 @@ struct expert_linear {
     const int64_t *weights, *all_scales;
 };
 
-/* y[r] = sum over i of weights[r][i] * x[r * count + i], one after the other; wide: y is fp32 although x is bf16 */
+/* y[r][h] = x[r][h] @ W_h^T of each head h.  The strides of heads are in elements, too. */
+struct head_linear {
+    struct linear linear; /* its weight is that of any head */
+    long heads, x_head, y_head, ldy;
+    const int64_t *weights;
+};
+
+/* y[r] = sum over i of weights[r][i] * x[r * count + i], one after the other, plus shared[r] if it is there; wide: y is fp32
+ * although x is bf16 */
 struct combine {
     const void *x;
-    const float *weights;
+    const float *weights, *shared;
     void *y;
     long rows, count, n;
     int bf16, wide;
@@ -94,10 +102,11 @@ struct rms_norm {
     int bf16, w_bf16; /* types of the rows and of the weights */
 };
 
-/* keys and values [cache_blocks][block_size][kv_heads][d], of the storage type `kv`; those in e4m3 are divided by the scales */
+/* keys and values [cache_blocks][block_size][kv_heads][d], of the storage type `kv`; those in e4m3 are divided by the scales.
+ * Latent attention: both are the same cache, of which a value has the first value_d columns; else value_d is d. */
 struct cache {
     void *k_cache, *v_cache;
-    long cache_blocks, block_size, kv_heads, d;
+    long cache_blocks, block_size, kv_heads, d, value_d;
     int kv;
     float k_scale, v_scale;
 };
@@ -113,6 +122,21 @@ struct rope_and_store {
     float eps;
     void *q_out;
     long tokens, heads, max_position; /* max_position: rows of cos and sin */
+    int bf16;
+};
+
+/* Keys [tokens][d] of latent attention to their cache: norms of the first value_d columns, and the others rotated.  As many
+ * last ones of each of q's heads [tokens][heads][q_d] are rotated to the last columns of q_out [tokens][heads][d]. */
+struct latent_rope_and_store {
+    struct cache;
+    const void *q, *keys;
+    long ldq, ldkeys, q_d;
+    const int32_t *positions, *slots;
+    const float *cos, *sin;
+    const void *norm;
+    float eps;
+    void *q_out;
+    long tokens, heads, max_position;
     int bf16;
 };
 

@@ -39,6 +39,43 @@ static void rope_token(const struct rope_and_store *a, long t) {
     }
 }
 
+/* pairs of neighbours */
+static void rotate_pairs(float *restrict out, const float *restrict x, const float *cos, const float *sin, long half) {
+    for (long i = 0; i < half; i++) {
+        out[2 * i] = x[2 * i] * cos[i] - x[2 * i + 1] * sin[i];
+        out[2 * i + 1] = x[2 * i + 1] * cos[i] + x[2 * i] * sin[i];
+    }
+}
+
+static void latent_tokens(void *given, long begin, long end) {
+    const struct latent_rope_and_store *a = given;
+    const long d = a->d, value_d = a->value_d, turned = d - value_d, half = turned / 2;
+    float *x = scratch(ROWS, (size_t)(d + turned)), *rotated = x + d;
+    for (long t = begin; t < end; t++) {
+        const float *cos = a->cos + a->positions[t] * half, *sin = a->sin + a->positions[t] * half;
+        for (long h = 0; h < a->heads; h++) {
+            load_row(x, a->q, t * a->ldq + h * a->q_d + a->q_d - turned, turned, a->bf16);
+            rotate_pairs(rotated, x, cos, sin, half);
+            store_row(a->q_out, (t * a->heads + h) * d + value_d, rotated, turned, a->bf16);
+        }
+        if (a->slots[t] < 0) continue;
+        load_row(x, a->keys, t * a->ldkeys, d, a->bf16);
+        norm_row(x, a->norm, value_d, a->eps, a->bf16);
+        rotate_pairs(rotated, x + value_d, cos, sin, half);
+        store_row(a->k_cache, a->slots[t] * d, x, value_d, a->kv);
+        store_row(a->k_cache, a->slots[t] * d + value_d, rotated, turned, a->kv);
+    }
+}
+
+int ssd_latent_rope_and_store(const void *given, int threads) {
+    const struct latent_rope_and_store *a = given;
+    for (long t = 0; t < a->tokens; t++)
+        if (outside(a->positions[t], a->max_position) || a->slots[t] >= a->cache_blocks * a->block_size) return 1;
+    int few = a->tokens * (a->d + a->heads * (a->d - a->value_d)) < 2 * ALONE;
+    parallel(a->tokens, few ? 1 : threads, latent_tokens, (void *)given);
+    return 0;
+}
+
 static void rope_tokens(void *given, long begin, long end) {
     for (long t = begin; t < end; t++) rope_token(given, t);
 }
