@@ -79,9 +79,9 @@ def reference(model: str) -> Any:
 
 def test_the_bundle_is_complete_and_small() -> None:
     assert bundled_models() == sorted(MODELS)
-    assert set(bundled()) - set(bundled_models()) == {"tiny-llama-eagle", "tiny-qwen3-eagle"}
+    assert set(bundled()) - set(bundled_models()) == {f"{t}-{kind}" for t in TARGETS for kind in ("eagle", "block")}
     files = {file for file in BUNDLE.rglob("*") if file.is_file()}
-    assert sum(file.stat().st_size for file in files) <= 72 * 2**20
+    assert sum(file.stat().st_size for file in files) <= 80 * 2**20
     settings = tomllib.loads((BUNDLE.parents[1] / "pyproject.toml").read_text())
     patterns = settings["tool"]["setuptools"]["package-data"]["ssd"]
     packed = {file for pattern in patterns for file in BUNDLE.parent.glob(pattern)}
@@ -89,21 +89,28 @@ def test_the_bundle_is_complete_and_small() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "mode", "target"),
+    ("form", "mode", "draft"),
     [
-        ("{}", "ssd", "tiny-qwen3"),
+        ("{}", "ssd", "tiny-qwen3-eagle"),
+        ("{}", "sd", "tiny-llama-block"),
         *(
             pytest.param("{}", *rest, marks=pytest.mark.slow)
-            for rest in (("sd", "tiny-llama"), ("ssd", "tiny-llama"), ("sd", "tiny-qwen3"))
+            for rest in (
+                ("sd", "tiny-llama-eagle"),
+                ("ssd", "tiny-llama-eagle"),
+                ("sd", "tiny-qwen3-eagle"),
+                ("sd", "tiny-qwen3-block"),
+            )
         ),
-        pytest.param("graft:{}@cpu-75m", "sd", "tiny-llama", marks=pytest.mark.slow),
+        pytest.param("graft:{}@cpu-75m", "sd", "tiny-llama-eagle", marks=pytest.mark.slow),
+        pytest.param("graft:{}@cpu-75m", "sd", "tiny-llama-block", marks=pytest.mark.slow),
     ],
 )
-def test_a_bundled_head_drafts_what_its_target_writes(form: str, mode: str, target: str) -> None:
-    """As it is, and grafted; catches a head that was trained for other weights."""
-    prompts, head = PROMPTS[::20], f"{target}-eagle"
+def test_a_bundled_draft_on_features_drafts_what_its_target_writes(form: str, mode: str, draft: str) -> None:
+    """As it is, and grafted; catches one that was trained for other weights."""
+    prompts, target = PROMPTS[::20], draft.rpartition("-")[0]
     plain = [answer.tokens for answer in generate(target, prompts)]
-    speculation = {"mode": mode, "draft": form.format(head), "k": 3}
+    speculation = {"mode": mode, "draft": form.format(draft), "k": 3}
     with LLM(form.format(target), device="cpu", max_model_len=512, speculation=speculation) as llm:
         assert [output.token_ids for output in llm.generate(list(prompts), GREEDY)] == plain
         counts = llm.engine.metrics
