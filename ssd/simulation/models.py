@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from ssd.errors import ConfigError, ModelNotFound
 from ssd.grafts.shapes import SHAPES
-from ssd.layers.spec import ExpertsSpec, LayerSpec
+from ssd.layers.spec import AttentionSpec, ExpertsSpec, GQASpec, LayerSpec
 from ssd.models.config import DecoderConfig
 from ssd.models.families import decoder_config
 from ssd.models.hub import cache_places, is_hub_id, snapshot_in
@@ -80,21 +80,29 @@ class Model:
         """KV of a sequence of so many tokens, on one rank."""
         total = 0.0
         for layer in self.config.layers:
-            attention = layer.attention
-            seen = min(context, attention.window or context)
-            total += seen * 2 * max(1, attention.num_kv_heads // ranks) * attention.head_dim * _KV_BYTES
+            heads = layer.attention.heads(ranks)
+            kept = (1 if heads.latent_dim else 2) * heads.num_kv_heads * heads.head_dim
+            total += min(context, layer.attention.window or context) * kept * _KV_BYTES
         return total
 
 
 def _layer_weights(layer: LayerSpec, hidden: int) -> tuple[int, int]:
     """Weights of a layer's matrices: those that every row uses, and those of all experts."""
-    attention, mlp = layer.attention, layer.mlp
-    inner = attention.num_heads * attention.head_dim
-    own = hidden * (inner + 2 * attention.num_kv_heads * attention.head_dim) + inner * hidden
+    own, mlp = _attention_weights(layer.attention, hidden), layer.mlp
     each = 3 * hidden * mlp.intermediate_size
     if isinstance(mlp, ExpertsSpec):
-        return own + hidden * mlp.num_experts, mlp.num_experts * each
+        return own + hidden * (mlp.num_experts + 3 * mlp.shared_size), mlp.num_experts * each
     return own + each, 0
+
+
+def _attention_weights(attention: AttentionSpec, hidden: int) -> int:
+    heads = attention.num_heads
+    if isinstance(attention, GQASpec):
+        return 2 * hidden * (heads + attention.num_kv_heads) * attention.head_dim
+    queries, latent = heads * attention.query_dim, attention.latent_dim
+    made = queries * hidden if attention.query_rank is None else attention.query_rank * (hidden + queries)
+    kept = hidden * attention.head_dim + latent * heads * (attention.key_dim + attention.value_dim)
+    return made + kept + heads * attention.value_dim * hidden
 
 
 class _Head(Model):
@@ -102,7 +110,7 @@ class _Head(Model):
 
     def products(self, rows: float) -> Iterator[Product]:
         yield from super().products(rows)
-        attention, hidden = self.config.layers[0].attention, self.config.hidden_size
+        attention, hidden = self.config.attention, self.config.hidden_size
         second = hidden * (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
         yield Product(second, second, self.format)
 
