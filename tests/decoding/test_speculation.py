@@ -950,7 +950,7 @@ def test_trees_of_other_drafts_and_of_split_models_are_refused() -> None:
         def propose(self, sequences: Sequence[list[int]], k: int) -> list[list[int]]:
             return [[] for _ in sequences]
 
-    with pytest.raises(ConfigError, match="your own drafter proposes chains"):
+    with pytest.raises(ConfigError, match="a drafter of your own proposes chains"):
         LLM("tiny-llama", device="cpu", speculation={"mode": "sd", "draft": Mine(), "tree": 8})
     speculation = {"mode": "sd", "draft": "tiny-llama-eagle", "tree": 8}
     with pytest.raises(ConfigError, match="tree=8 is for models that are not split"):
