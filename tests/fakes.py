@@ -268,7 +268,7 @@ class FakeDecoder(BareDecoder):
     def _read(self, batch: SeenBatch, i: int, owner: Sequence) -> dict[int, bytes]:
         """Attends to every visible position of one sequence; returns the state after each of its query tokens."""
         rows = range(batch.query_start[i], batch.query_start[i + 1])
-        nodes = rows[1:] if any(batch.paths[row] for row in rows) else range(0)
+        nodes = rows[1:] if batch.paths and any(batch.paths[row] for row in rows) else range(0)
         rows = rows[: len(rows) - len(nodes)]
         start = self._check_query(batch, i, owner, rows, len(nodes))
         states: dict[int, bytes] = {}
