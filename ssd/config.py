@@ -83,6 +83,13 @@ class SpeculationConfig:
         least=1,
         most=64,
     )
+    tree: int | None = option(
+        None,
+        "sd with a head or a block draft: nodes of the draft tree of a sequence, whose paths have up to k "
+        "tokens. None: a chain of k tokens.",
+        least=2,
+        most=64,
+    )
     suffix: bool = option(
         False,
         "sd: suffix look-up beside the draft model or head. For each sequence the draft is verified that is expected "
@@ -239,10 +246,31 @@ class SpeculationConfig:
             )
         if self.k_max is not None and self.k != "auto":
             raise ConfigError(f'speculation k_max={self.k_max} is for k="auto": leave it out, or use that')
+        self._check_tree()
         if self.saguaro_c != 1.0 and self.acceptance != "rejection":
             raise ConfigError('speculation saguaro_c is for acceptance="rejection": leave it out, or use that rule')
         if self.fan_out_hit is not None and self.fan_out != "adaptive":
             raise ConfigError("speculation fan_out and fan_out_hit/fan_out_miss are two ways to say it: leave one out")
+
+    def _check_tree(self) -> None:
+        if self.tree is None:
+            return
+        if self.mode != "sd":
+            raise ConfigError(
+                f'speculation tree={self.tree} is for mode="sd", not for mode="{self.mode}": leave it out'
+            )
+        if self.acceptance == "rejection":
+            raise ConfigError(
+                f'speculation tree={self.tree} needs acceptance="coupled", by which a tree has one text: leave it out, '
+                "or use that rule"
+            )
+        if self.k == "auto" or (self.k is not None and self.tree < self.k):
+            raise ConfigError(
+                f"speculation tree={self.tree}: k={self.k!r} must be a number of at most that, the longest path of the "
+                "tree"
+            )
+        if self.draft == SUFFIX or self.suffix:
+            raise ConfigError(f"speculation tree={self.tree}: suffix look-up proposes chains; leave one of them out")
 
     @property
     def _changed(self) -> set[str]:
@@ -265,6 +293,11 @@ class SpeculationConfig:
             return 0
         usual = K_SUFFIX if self.draft == SUFFIX else K_DEFAULT
         return self.k_max or K_MAX if self.k == "auto" else self.k or usual
+
+    @property
+    def draft_tokens(self) -> int:
+        """Maximum number of draft tokens that a round verifies: those of a chain, or the nodes of a tree."""
+        return self.lookahead if self.tree is None else self.tree
 
     @property
     def budgets(self) -> tuple[int, ...]:
@@ -352,6 +385,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         validate(self)
         object.__setattr__(self, "speculation", SpeculationConfig.of(self.speculation))
+        if self.speculation.tree is not None and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"speculation tree={self.speculation.tree} is for models that are not split, not for "
+                f"tensor_parallel_size={self.tensor_parallel_size}: leave one of them out"
+            )
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "

@@ -387,12 +387,15 @@ class Proposal:
 
     `distributions` [tokens, vocabulary] are those that the tokens were sampled from; the rejection rule needs them.
     None: the tokens were not sampled (suffix look-up), or the rule is the coupled one.
+    `parents`: the tokens are nodes of a tree, each behind the node of this index (-1: the last decided token), which
+    comes before it. None: a chain, each token behind the one before it; or the tree of a draft on the device.
     """
 
     token_ids: tuple[int, ...] = ()
     distributions: Any = field(default=None, compare=False, repr=False)
     origin: Origin = field(default=Origin.NONE, compare=False)
     num_on_device: int = 0  # length of a draft in the SequenceState; `token_ids` is empty then
+    parents: tuple[int, ...] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -404,7 +407,7 @@ class Outcome(NamedTuple):
 
     token_ids: tuple[int, ...]  # the last is -1 if there is no token to choose: all are forbidden, or logits are NaN
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if requested
-    draft: tuple[int, ...] = ()  # the draft that was verified
+    draft: tuple[int, ...] = ()  # the draft that was verified; of a tree first the accepted nodes, then the others
     origin: Origin = Origin.NONE  # where the draft came from
 
     @property

@@ -40,11 +40,11 @@ class Block:
     num_layers: int = 2
 
     def draft(
-        self, tokens: Seq[int], count: int, allowed: Seq[int] | None = None
+        self, tokens: Seq[int], count: int, allowed: Seq[int] | None = None, forced: Seq[int] = ()
     ) -> tuple[list[int], list[torch.Tensor]]:
         """The greedy draft after some tokens, and the logits (of the target's vocabulary) of each of its tokens.
 
-        `allowed`: the only tokens that may be written.
+        `allowed`: the only tokens that may be written. `forced`: the first ones, whatever the draft says.
         """
         w, queries = self.weights, count + (not self.anchored)
         context = _norm(F.linear(self._features(tokens[:-1]), w["fc.weight"]), w["hidden_norm.weight"])
@@ -67,7 +67,8 @@ class Block:
                 ids = torch.arange(len(logits)) + w["d2t"]
                 logits = torch.full((len(embedding),), -torch.inf).index_copy(0, ids, logits)
             found.append(logits)
-            before = int(logits.argmax()) if allowed is None else max(allowed, key=logits.tolist().__getitem__)
+            best = int(logits.argmax()) if allowed is None else max(allowed, key=logits.tolist().__getitem__)
+            before = forced[len(written)] if len(written) < len(forced) else best
             written.append(before)
         return written, found
 

@@ -18,6 +18,8 @@ from fakes import (
     ScriptedDrafter,
     SeenBatch,
     StateDrafter,
+    StateTreeDrafter,
+    TreeDrafter,
     cached_prefixes,
     check_cache,
     make_harness,
@@ -99,9 +101,11 @@ class EngineMachine(RuleBasedStateMachine):
     """Catches every bug of bookkeeping that changes a token, a reason or a count."""
 
     run_ahead = False
+    trees = False
 
     @initialize(
         lookahead=st.sampled_from([0, 0, 1, 3, 7]),
+        depth=st.integers(1, 5),
         manner=st.sampled_from(["right", "wrong", "mixed"]),
         rude=st.booleans(),
         block_size=st.sampled_from([1, 2, 4, 5]),
@@ -116,6 +120,7 @@ class EngineMachine(RuleBasedStateMachine):
     def start(
         self,
         lookahead: int,
+        depth: int,
         manner: Manner,
         rude: bool,
         block_size: int,
@@ -130,6 +135,9 @@ class EngineMachine(RuleBasedStateMachine):
         budget = max_num_seqs + extra_budget
         scripted = StateDrafter if self.run_ahead else ScriptedDrafter
         self.drafter = scripted(lookahead, manner, rude=rude) if lookahead else Drafter()
+        if self.trees:
+            of_trees = StateTreeDrafter if self.run_ahead else TreeDrafter
+            self.drafter = of_trees(2 * lookahead + 1, depth, manner, rude=rude)
         self.harness: Harness = make_harness(
             drafter=self.drafter,
             block_size=block_size,

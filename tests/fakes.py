@@ -133,7 +133,7 @@ class BareDecoder:
         self.recordings = None
         self.config = SimpleNamespace(vocab_size=vocab_size, max_position=max_position)
 
-    def make_kv_cache(self, num_blocks: int, block_size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def make_kv_cache(self, num_blocks: int, block_size: int) -> list[tuple[torch.Tensor, ...]]:
         return []
 
 
@@ -163,10 +163,31 @@ class SeenBatch:
     logit_rows: list[int]
     sequences: list[Sequence]
     group: int = 0
+    paths: list[list[int]] = field(default_factory=list)  # of rows, if there are trees; [] for those of no tree
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+
+class Cells:
+    """What KV slots hold. The numbers of what was ever written are in a tensor, so that kernels can move them."""
+
+    def __init__(self) -> None:
+        self._written: list[Cell | None] = [None]
+        self.numbers = torch.zeros(0, dtype=torch.int64)
+
+    def __setitem__(self, slot: int, cell: Cell) -> None:
+        self.numbers.view(-1)[slot] = len(self._written)
+        self._written.append(cell)
+
+    def get(self, slot: int) -> Cell | None:
+        return self._written[int(self.numbers.view(-1)[slot])]
+
+    def __getitem__(self, slot: int) -> Cell:
+        found = self.get(slot)
+        assert found is not None
+        return found
 
 
 class FakeDecoder(BareDecoder):
@@ -179,14 +200,18 @@ class FakeDecoder(BareDecoder):
 
     def __init__(self, block_size: int, dead_ends: int = 0, windows: Windows = (None,)) -> None:
         super().__init__(VOCAB)
-        self.kv_groups = tuple(KVGroup(window, ()) for window in windows)
+        self.kv_groups = tuple(KVGroup(window, (i,)) for i, window in enumerate(windows))
         self.block_size = block_size
         self.dead_ends = dead_ends
-        self.cells: dict[int, Cell] = {}
+        self.cells = Cells()
         self.batches: list[SeenBatch] = []
         self.running: Callable[[], list[Sequence]] = list
         self.users: Callable[[], list[Sequence]] = list
         self.before: Callable[[SeenBatch], None] = lambda batch: None
+
+    def make_kv_cache(self, num_blocks: int, block_size: int) -> list[tuple[torch.Tensor, ...]]:
+        self.cells.numbers = torch.zeros((num_blocks, block_size, 1), dtype=torch.int64)
+        return [(self.cells.numbers,)] * len(self.kv_groups)
 
     def __call__(self, batch: DeviceBatch, kv: object) -> torch.Tensor:
         states: dict[int, bytes] = {}
@@ -215,7 +240,11 @@ class FakeDecoder(BareDecoder):
         tables = [row[:n] for row, n in zip(batch.block_tables[batch.table_rows].tolist(), blocks, strict=True)]
         rows = list(range(len(tokens))) if batch.logit_rows is None else batch.logit_rows.tolist()
         owners = [self._owner(slot) for slot in batch.table_rows.tolist()]
-        return SeenBatch(tokens, positions, slots, starts, context, tables, rows, owners, group)
+        paths: list[list[int]] = []
+        if batch.tree is not None:
+            every = zip(batch.tree.paths.tolist(), batch.tree.decided.tolist(), positions, strict=True)
+            paths = [path[: max(0, position + 1 - decided)] for path, decided, position in every]
+        return SeenBatch(tokens, positions, slots, starts, context, tables, rows, owners, group, paths)
 
     def _owner(self, slot: int) -> Sequence:
         owners = [sequence for sequence in self.running() if sequence.slot == slot]
@@ -239,7 +268,9 @@ class FakeDecoder(BareDecoder):
     def _read(self, batch: SeenBatch, i: int, owner: Sequence) -> dict[int, bytes]:
         """Attends to every visible position of one sequence; returns the state after each of its query tokens."""
         rows = range(batch.query_start[i], batch.query_start[i + 1])
-        start = self._check_query(batch, i, owner, rows)
+        nodes = rows[1:] if batch.paths and any(batch.paths[row] for row in rows) else range(0)
+        rows = rows[: len(rows) - len(nodes)]
+        start = self._check_query(batch, i, owner, rows, len(nodes))
         states: dict[int, bytes] = {}
         window = self.kv_groups[batch.group].window
         first = 0 if window is None else min(max(0, start - window + 1), len(owner.tokens))
@@ -252,9 +283,41 @@ class FakeDecoder(BareDecoder):
                 state = self._attend(batch, i, owner, position, state, query)
             if position >= start:
                 states[rows[position - start]] = state
+        for node, row in enumerate(nodes):
+            states[row] = self._visit(batch, owner, start, node, row, states)
         return states
 
-    def _check_query(self, batch: SeenBatch, i: int, owner: Sequence, rows: range) -> int:
+    def _visit(
+        self, batch: SeenBatch, owner: Sequence, start: int, node: int, row: int, states: dict[int, bytes]
+    ) -> bytes:
+        """Attends to the ancestors of a node of a tree, whose states are known, and to itself; returns its state."""
+        path, slot, place = batch.paths[row], batch.slot_mapping[row], start + 1 + node
+        blocks = self._blocks(owner, batch.group)
+        if place // self.block_size >= len(blocks):
+            if slot >= 0:
+                raise KVError(f"sequence {owner.id}: node {node} has a slot beyond its blocks")
+            return BEYOND
+        if slot != blocks[place // self.block_size] * self.block_size + place % self.block_size:
+            raise KVError(f"sequence {owner.id}: node {node} was written to {slot}")
+        if not path or path[-1] != row or batch.positions[row] != start + len(path):
+            raise KVError(f"sequence {owner.id}: node {node} at {batch.positions[row]} does not end its path {path}")
+        if batch.positions[row] >= owner.max_tokens:
+            return BEYOND
+        above = row - node - 1
+        for position, ancestor in enumerate(path, start + 1):
+            cell, token = self.cells.get(batch.slot_mapping[ancestor]), batch.token_ids[ancestor]
+            state = advance(states[above], token)
+            if cell is not None and ancestor == row:
+                cell.state = state
+            if cell is None or (cell.position, cell.token, cell.state) != (position, token, state):
+                raise KVError(
+                    f"position {position} of node {node} should hold token {token}, but its slot holds {cell}"
+                )
+            above = ancestor
+            states[ancestor] = state
+        return states[row]
+
+    def _check_query(self, batch: SeenBatch, i: int, owner: Sequence, rows: range, nodes: int) -> int:
         """Whether the query is what the next round of the sequence has to compute; returns its first position."""
         positions = [batch.positions[row] for row in rows]
         computed, work = owner.kv.num_computed, owner.in_flight
@@ -265,7 +328,7 @@ class FakeDecoder(BareDecoder):
         if not positions or not first <= positions[0] <= last:
             raise KVError(f"sequence {owner.id}: positions {positions} do not begin at {first} to {last}")
         start = positions[0]
-        if positions != list(range(start, start + len(rows))) or batch.context_len[i] != start + len(rows):
+        if positions != list(range(start, start + len(rows))) or batch.context_len[i] != start + len(rows) + nodes:
             raise KVError(f"sequence {owner.id}: positions {positions} in a context of {batch.context_len[i]}")
         return start
 
@@ -382,6 +445,44 @@ class ScriptedDrafter(Drafter):
         return dice[0] % (limit + 1), dice[1] % (limit + 1)
 
 
+def as_tree(chain: Seq[int], most: int, depth: int, dice: bytes) -> tuple[list[int], list[int]]:
+    """Tokens and parents of a random tree of at most so many nodes that has the chain, as far as there is room."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    depths: list[int] = []
+    last = -1
+    for j, token in enumerate(chain[:depth]):
+        for each in dice[j : j + dice[j] % 4]:  # other tokens, or the same behind others
+            parent = each % (len(tokens) + 1) - 1
+            other = (token + each % 3) % VOCAB
+            taken = [t for t, p in zip(tokens, parents, strict=True) if p == parent]
+            if (parent < 0 or depths[parent] < depth) and other not in taken and (other, parent) != (token, last):
+                depths.append(1 if parent < 0 else depths[parent] + 1)
+                tokens.append(other)
+                parents.append(parent)
+        tokens.append(token)
+        parents.append(last)
+        depths.append(j + 1)
+        last = len(tokens) - 1
+    return tokens[:most], parents[:most]
+
+
+class TreeDrafter(ScriptedDrafter):
+    """Proposes trees of `lookahead` nodes at most, among them the chain that it is to propose."""
+
+    def __init__(self, lookahead: int, depth: int, manner: Manner = "right", *, rude: bool = False) -> None:
+        super().__init__(lookahead, manner, rude=rude)
+        self.depth = depth
+
+    def tree(self, work: Work, tokens: Seq[int]) -> tuple[list[int], list[int]]:
+        dice = hashlib.blake2b(state_of(tokens), digest_size=64).digest()
+        return as_tree(self.draft(work, tokens), self.lookahead, self.depth, dice)
+
+    def propose(self, works: Seq[Work]) -> list[Proposal]:
+        trees = (self.tree(work, work.sequence.tokens) for work in works)
+        return [Proposal(tuple(tokens), parents=tuple(parents)) for tokens, parents in trees]
+
+
 class StateDrafter(ScriptedDrafter):
     """The same from the device's state into the device's state, so that rounds need not be committed before."""
 
@@ -396,6 +497,24 @@ class StateDrafter(ScriptedDrafter):
         drafted = self.draft(work, self.state.token_ids[work.slot, :length].tolist())[: work.lookahead]
         self.state.drafts[work.slot, : len(drafted)] = torch.tensor(drafted, dtype=torch.int32)
         return Proposal(num_on_device=len(drafted))
+
+
+class StateTreeDrafter(TreeDrafter, StateDrafter):
+    """The same from the device's state into the device's state."""
+
+    needs_tokens = False
+
+    def propose(self, works: Seq[Work]) -> list[Proposal]:
+        return [self._propose(work) for work in works]
+
+    def _propose(self, work: Work) -> Proposal:
+        length, tree = int(self.state.length[work.slot]), self.state.tree
+        assert tree is not None
+        both = self.tree(work, self.state.token_ids[work.slot, :length].tolist())
+        count = min(work.lookahead, len(both[0]))
+        for column, values in zip((self.state.drafts, tree.parents), both, strict=True):
+            column[work.slot, :count] = torch.tensor(values[:count], dtype=torch.int32)
+        return Proposal(num_on_device=count)
 
 
 # --- building and driving ---------------------------------------------------------------------------------------------
@@ -452,7 +571,9 @@ def make_harness(
     drafter = drafter or Drafter()
     decoder = FakeDecoder(block_size, dead_ends, windows)
     num_slots = max_num_seqs + spare_slots
-    state = SequenceState(num_slots, max_len=max_model_len, lookahead=drafter.lookahead, vocab_size=VOCAB, device=CPU)
+    depth = drafter.depth if isinstance(drafter, TreeDrafter) else 0
+    sizes = {"max_len": max_model_len, "lookahead": drafter.lookahead, "vocab_size": VOCAB, "tree_depth": depth}
+    state = SequenceState(num_slots, **sizes, device=CPU)
     if isinstance(drafter, StateDrafter):
         drafter.state = state
     runner = make_runner(decoder, state, num_blocks=num_blocks, block_size=block_size)

@@ -76,8 +76,10 @@ def kv_block_size(config: EngineConfig, device: torch.device) -> int:
 
 
 def batched_tokens(config: EngineConfig, device: torch.device) -> int:
-    """Tokens of the largest batch. On a large GPU 4096: its products gain nothing from more."""
+    """Tokens of the largest batch, in which all sequences have a draft tree. On a large GPU 4096: its products gain
+    nothing from more."""
     default = 512
     if device.type == "cuda":
         default = 4096 if torch.cuda.get_device_properties(device).total_memory > _LARGE_GPU else 2048
-    return config.max_num_batched_tokens or max(default, config.max_num_seqs)
+    trees = config.max_num_seqs * config.speculation.tree if config.speculation.tree is not None else 0
+    return config.max_num_batched_tokens or max(default, config.max_num_seqs + trees)

@@ -14,6 +14,7 @@ from ssd.assembly.placement import prepares_here
 from ssd.config import MTP, SUFFIX, EngineConfig, SpeculationConfig
 from ssd.drafting.head import private_blocks
 from ssd.drafting.shapes import RunShapes, widths_up_to
+from ssd.drafting.tree import beams_of
 from ssd.errors import ConfigError
 from ssd.execution.state import SequenceState
 from ssd.models.block import BlockCheckpoint
@@ -41,6 +42,11 @@ def open_draft(
     if draft is not None:
         draft = draft.for_target(target)
         return _checked(draft, speculation) if isinstance(draft, BlockCheckpoint) else draft
+    if speculation.tree is not None:
+        raise ConfigError(
+            f"speculation tree={speculation.tree} is for heads and block drafts, and {speculation.draft!r} is "
+            "a draft model, which writes chains: leave it out"
+        )
     checkpoint = open_checkpoint(name, "speculation draft")
     difference = tokenizer.difference(checkpoint.tokenizer())
     if difference is not None:
@@ -114,4 +120,6 @@ def run_shapes(config: EngineConfig, device: torch.device) -> RunShapes:
     if prepares_here(speculation):
         widths = speculation.budgets if on_cuda else widths_up_to(max(speculation.budgets))
         rows = max(rows, min(_MAX_BRANCHES, rows * max(widths)))
+    if speculation.tree is not None:
+        rows *= beams_of(speculation.tree)
     return RunShapes(speculation.lookahead, config.max_num_seqs, rows, widths, bucketed=on_cuda)

@@ -17,6 +17,7 @@ from ssd.drafting.late import LateBindingDrafter
 from ssd.drafting.model import DraftSource, ModelDrafter
 from ssd.drafting.suffix import SuffixDrafter
 from ssd.drafting.table import DraftAnswers
+from ssd.errors import ConfigError
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
 from ssd.kernels.device import kernels
@@ -75,8 +76,14 @@ def drafter_of(
 def _sd_drafter(model: DraftSource | None, speculation: SpeculationConfig, state: SequenceState) -> Drafter:
     draft, k = speculation.draft, speculation.lookahead
     if draft is not None and not isinstance(draft, str):
-        return draft if isinstance(draft, Drafter) else CustomDrafter(draft, k)
-    learned = ModelDrafter(model, k) if model is not None else None
+        if isinstance(draft, Drafter):
+            return draft
+        if speculation.tree is not None:
+            raise ConfigError(
+                f"speculation tree={speculation.tree}: a drafter of your own proposes chains; leave it out"
+            )
+        return CustomDrafter(draft, k)
+    learned = ModelDrafter(model, speculation.draft_tokens) if model is not None else None
     if learned is not None and not speculation.suffix:
         return learned
     in_flight = kernels(state.device).draft_table is not None and speculation.acceptance == "coupled"

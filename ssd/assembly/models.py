@@ -44,9 +44,10 @@ def make_state(config: EngineConfig, max_len: int, vocab_size: int, device: torc
     return SequenceState(
         num_slots(config),
         max_len=max_len,
-        lookahead=config.speculation.lookahead,
+        lookahead=config.speculation.draft_tokens,
         vocab_size=vocab_size,
         device=device,
+        tree_depth=config.speculation.lookahead if config.speculation.tree is not None else 0,
     )
 
 

@@ -75,7 +75,8 @@ def deepened(speculation: SpeculationConfig, draft: Checkpoint | FeatureCheckpoi
         return replace(speculation, k_max=speculation.k_max or whole or K_MAX)
     if speculation.mode == "ar":
         return speculation
-    return replace(speculation, k=speculation.k or whole or speculation.lookahead)
+    most = whole or speculation.lookahead
+    return replace(speculation, k=speculation.k or min(most, speculation.tree or most))
 
 
 def sized(

@@ -24,19 +24,22 @@ class RowProcessor:
         self._function = function
         self.error: str | None = None
 
-    def process(self, tokens: Seq[int], draft: Seq[int], rows: Logits) -> None:
-        """Replaces the logits after the tokens and after each token of a draft: [len(draft) + 1, vocabulary].
+    def process(self, tokens: Seq[int], drafted: Seq[Seq[int]], rows: Logits) -> None:
+        """Replaces the logits after the tokens and the draft tokens that come before each row.
 
         A position where it fails has no token to choose, so nothing after it can be decided.
         """
         self.error = None
-        for i, row in enumerate(rows):
+        failed: list[Seq[int]] = []
+        for draft, row in zip(drafted, rows, strict=True):
+            if any(draft[: len(path)] == path for path in failed):
+                continue
             try:
-                row[:] = self._checked([*tokens, *draft[:i]], row.copy())
+                row[:] = self._checked([*tokens, *draft], row.copy())
             except Exception as error:
                 self.error = one_line(error)
                 row[:] = np.nan
-                return
+                failed.append(draft)
 
     def _checked(self, tokens: list[int], row: Logits) -> Logits:
         found = np.asarray(self._function(tokens, row), dtype=np.float32)

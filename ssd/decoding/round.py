@@ -250,14 +250,18 @@ class Round:
         with distributions (the rejection rule is right for all tokens that were sampled): its position's mask excludes
         it, so it cannot be accepted.
         """
-        if not proposal.num_tokens:
-            return work
+        if not proposal.num_tokens or (self.target.state.tree is not None and not work.is_decode):
+            return work  # nodes of trees are behind single tokens only
         if proposal.num_on_device:
             fits = proposal.num_on_device <= work.lookahead
             return work.with_proposal(proposal if fits else replace(proposal, num_on_device=work.lookahead))
         tokens = tuple(map(operator.index, proposal.token_ids[: work.lookahead]))
         usable = tuple(itertools.takewhile(lambda t: 0 <= t < self.target.vocab_size, tokens))
-        constraint = work.sequence.constraint
+        constraint, parents = work.sequence.constraint, proposal.parents
+        if parents is not None:
+            in_order = len(parents) == len(proposal.token_ids) and all(-1 <= p < i for i, p in enumerate(parents))
+            tree = replace(proposal, token_ids=usable, parents=parents[: len(usable)])
+            return work.with_proposal(tree) if in_order else work
         if constraint is not None and proposal.distributions is None:
             usable = usable[: constraint.num_valid(usable)]
         q = proposal.distributions

@@ -18,6 +18,7 @@ from ssd.drafting.fan_out import FanOut
 from ssd.drafting.model import DraftSource
 from ssd.drafting.runner import DraftRun, DraftRunner
 from ssd.drafting.shapes import RunShape, RunShapes
+from ssd.drafting.tree import DraftTrees
 from ssd.execution.clock import now
 from ssd.execution.runner import ModelRunner
 from ssd.kernels.ops import DeviceBatch
@@ -34,7 +35,9 @@ class BlockRunner(DraftRunner):
         draft = model_runner.decoder
         assert isinstance(draft, BlockDraft)
         self.draft = draft
+        self.trees = DraftTrees(self.state) if self.state.tree is not None else None
         self._places = torch.arange(shapes.lookahead, dtype=torch.int32, device=self.device)
+        self._sequences = torch.arange(shapes.max_sequences, device=self.device)
         self._indices: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
 
     @torch.inference_mode()
@@ -43,11 +46,13 @@ class BlockRunner(DraftRunner):
     ) -> DraftRun:
         shape = self.shapes.of(len(slots), 1, params)
         n, began = shape.sequences, now(self.device)
+        count = count if self.trees is None else self.trees.depth
         self._upload(slots, [0] * len(slots), shape)
         self._stage(shape)
         self._index(n, count)  # before a capture, which would record how it is made
         self.graphs.launch(("block", n, count, shape.needs), functools.partial(self._write, shape, count))
-        self.graphs.launch(("store", n, count, origin), lambda: self.buffers.store(n, count, origin))
+        if self.trees is None:
+            self.graphs.launch(("store", n, count, origin), lambda: self.buffers.store(n, count, origin))
         return self._launched(slots, shape, count - 1, began)
 
     @torch.inference_mode()
@@ -60,7 +65,8 @@ class BlockRunner(DraftRunner):
                 self._copy_inputs(shape.sequences, False)
                 for needs in ALL_NEEDS if compiling() else [Needs()]:
                     self._write(shape._replace(needs=needs), count)
-                self.buffers.store(shape.sequences, count, Origin.DRAFT)
+                if self.trees is None:
+                    self.buffers.store(shape.sequences, count, Origin.DRAFT)
 
     @torch.inference_mode()
     def capture(self, sequences: Seq[int], fan_out: FanOut) -> None:
@@ -85,6 +91,9 @@ class BlockRunner(DraftRunner):
             queries = draft.block.queries(count)
             states = draft.states(self._batch(n, count), self.kv, queries).view(n, queries, -1)[:, queries - count :]
             logits = draft.logits(states.flatten(0, 1))
+            if self.trees is not None:
+                self._grow(self.trees, shape, states, logits.view(n, count, -1))
+                return
             walk = draft.walk
             if walk is None:
                 positions = first[:, None] + 1 + self._places[:count]
@@ -97,6 +106,25 @@ class BlockRunner(DraftRunner):
                 own = walk.logits(logits[:, j], tokens.contiguous(), states[:, j].contiguous())
                 self.choice.choose(shape, j, self._in_target(own), Rows(slots, first + (j + 1)))
                 tokens = buffers.chain[:n, j]
+
+    def _grow(self, trees: DraftTrees, shape: RunShape, states: torch.Tensor, logits: torch.Tensor) -> None:
+        """The beams of a level have the logits of its place, with what follows from their tokens."""
+        n, walk, inputs = shape.sequences, self.draft.walk, self.buffers.inputs(branches=False)
+        first, slots, tokens = inputs.first[:n], inputs.slots(n), inputs.tokens[:n, :1]
+        trees.begin(n)
+        if walk is not None:
+            walk.begin()
+        sequence = self._sequences[:n]
+        for level in range(trees.depth):
+            own = logits[sequence, level]
+            if walk is not None:
+                own = walk.logits(own, tokens.flatten().contiguous(), states[sequence, level])
+            rows = Rows(slots[sequence], first[sequence] + (level + 1))
+            tokens, above = trees.add(self._in_target(own), rows, shape.needs)
+            sequence = sequence[above]
+            if walk is not None:
+                walk.follow(above)
+        trees.store(slots, Origin.DRAFT)
 
     def _in_target(self, logits: torch.Tensor) -> torch.Tensor:
         return self.draft.in_target_vocabulary(logits)[:, : self.state.vocab_size]

@@ -59,7 +59,8 @@ class DraftSource:
     def write(self, able: Seq[Able], origin: Origin = Origin.DRAFT) -> tuple[list[Proposal], DraftRun]:
         """Writes drafts that the target waits for."""
         runner, count = self.runner, max(work.lookahead for work, _ in able)
-        count = count if self.most_drafted is None else min(count, self.most_drafted)
+        if self.most_drafted is not None and runner.state.tree is None:
+            count = min(count, self.most_drafted)
         reads, works = self.num_unread(able), [work for work, _ in able]
         slots, params = [work.slot for work in works], [work.sequence.params for work in works]
         run = runner.write(slots, params, count, reads, origin)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ import torch
 from ssd.core import Work
 from ssd.execution.state import SequenceState
 from ssd.kernels.device import kernels
-from ssd.kernels.ops import DeviceBatch
+from ssd.kernels.ops import DeviceBatch, TreePaths
 from ssd.kernels.transfers import upload
 from ssd.sampling.sampler import Rows
 
@@ -71,7 +72,8 @@ class BatchInputs:
 
     `gather`: logits of selected rows only; otherwise every row has logits, in order. `prefill`: sequences may have many
     query tokens; at most `decode_tiles` tiles are then of decode size, and the other queries are in larger ones.
-    `groups`: of layers, each with KV slots of its own.
+    `groups`: of layers, each with KV slots of its own. `tree_depth`: of drafts that are trees; their rows are in tiles
+    of decode size.
     """
 
     @torch.inference_mode(False)  # so that they can be written to inside and outside of inference mode
@@ -87,6 +89,7 @@ class BatchInputs:
         prefill: bool = False,
         decode_tiles: int | None = None,
         groups: int = 1,
+        tree_depth: int = 0,
     ) -> None:
         self.rows, self.logits, self.works = rows, logits, works
         self.gather, self.prefill, self._tile_sizes = gather, prefill, tiles
@@ -104,6 +107,7 @@ class BatchInputs:
         self._meta = self.all[:total]
         self._places = {name: self._host[place] for name, place in zip(sizes, places, strict=True)}
         self._tensors = {name: self._meta[place] for name, place in zip(sizes, places, strict=True)}
+        self.tree = _TreeRows.of(rows, logits, tree_depth, device) if tree_depth else None
         self._written: Batch | None = None  # what is there; None: nothing
         self._made: tuple[Seq[torch.Tensor], DeviceBatch] | None = None  # tables, and the batch over them
         self.clear()
@@ -150,7 +154,7 @@ class BatchInputs:
         few = np.ones(len(queries), dtype=bool)
         if self.prefill:
             each = -(-queries // self._tile_sizes.decode)
-            few = queries <= FEW_QUERIES
+            few = (queries <= FEW_QUERIES) | (self.tree is not None and self._places["starts"][: len(queries)] < 0)
             few &= np.cumsum(np.where(few, each, 0)) <= self._decode_tiles
             _cut(self._places["prefill_tiles"], queries, ~few, self._tile_sizes.prefill)
         _cut(self._places["tiles"], queries, few, self._tile_sizes.decode)
@@ -193,6 +197,25 @@ class BatchInputs:
                 num_drafted=drafted,
                 block_size=block_size,
             )
+        if self.tree is not None and state.tree is not None:
+            kernels(state.device).rounds.place_nodes(
+                state.view,
+                parents=state.tree.parents,
+                row_work=self["row_work"],
+                slots=self["slots"],
+                starts=self["starts"],
+                query_start=self["query_start"],
+                slot_mapping=self.slot_mappings[0],
+                logit_rows=self["logit_rows"],
+                positions=self.positions,
+                paths=self.tree.paths,
+                shared=self.tree.shared,
+                before=self.tree.before,
+                decided_slot=slots,
+                decided=decided,
+                num_drafted=drafted,
+                path_tokens=self.tree.path_tokens,
+            )
 
     def device_batch(self, tables: Seq[torch.Tensor]) -> DeviceBatch:
         """The batch as the decoder takes it, for one pass."""
@@ -212,6 +235,7 @@ class BatchInputs:
             tiles=self["tiles"].view(2, -1),
             prefill_tiles=self["prefill_tiles"].view(2, -1) if self.prefill else None,
             logit_rows=self._gather if self.gather else None,
+            tree=None if self.tree is None else TreePaths(self.tree.paths, self.tree.shared),
         )
         others = zip(self.slot_mappings[1:], tables[1:], strict=True)
         own = tuple(replace(batch, slot_mapping=slots, block_tables=blocks[:, 1:]) for slots, blocks in others)
@@ -220,11 +244,14 @@ class BatchInputs:
     def decided(self, state: SequenceState) -> Rows:
         """The positions that the logit rows decide."""
         slots, positions, drafted = self._decided
-        return Rows(slots, positions, drafted, state.drafts)
+        return Rows(slots, positions, drafted, state.drafts, None if self.tree is None else self.tree.path_tokens)
 
     def accept(self, chosen: torch.Tensor, state: SequenceState, out: torch.Tensor) -> None:
         """Accepts the longest correct prefix of every draft and appends it to the state; `out` is for the host."""
-        kernels(state.device).rounds.accept(
+        rounds, of_tree = kernels(state.device).rounds, {}
+        if state.tree is not None:
+            of_tree = {"parents": state.tree.parents, "path": state.tree.path, "decided_slot": self._decided[0]}
+        (rounds.accept_node if of_tree else rounds.accept)(
             state.view,
             chosen=chosen,
             slots=self["slots"],
@@ -232,7 +259,36 @@ class BatchInputs:
             num_logits=self["num_logits"],
             out=out,
             vocab_size=state.vocab_size,
+            **of_tree,
         )
+
+    def move_accepted(self, state: SequenceState, tables: torch.Tensor, caches: torch.Tensor, block_size: int) -> None:
+        """Moves the KV of accepted nodes of trees to the slots of their positions; `caches`: int64 [tensors, 2], the
+        address of each tensor with these block tables and the bytes of a token in it."""
+        assert state.tree is not None
+        kernels(state.device).rounds.move_accepted(
+            state.view,
+            path=state.tree.path,
+            slots=self["slots"],
+            first_row=self["first_row"],
+            tables=tables,
+            caches=caches,
+            block_size=block_size,
+        )
+
+
+class _TreeRows(NamedTuple):
+    """What a batch with trees has beside: int32, of rows [rows, …], then of logit rows."""
+
+    paths: torch.Tensor  # see `TreePaths`
+    shared: torch.Tensor  # its `decided`
+    before: torch.Tensor  # the row of the token before
+    path_tokens: torch.Tensor  # [logits, depth]: the draft tokens before the position that it decides
+
+    @classmethod
+    def of(cls, rows: int, logits: int, depth: int, device: torch.device) -> _TreeRows:
+        shapes = (rows, depth), (rows,), (rows,), (logits, depth)
+        return cls(*(torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes))
 
 
 def _cut(tiles: _Ints, queries: _Ints, chosen: npt.NDArray[np.bool_], size: int) -> None:

@@ -16,6 +16,7 @@ from ssd.execution.batch import BatchInputs
 from ssd.execution.state import SequenceState
 from ssd.kernels.device import kernels
 from ssd.kernels.ops import DeviceBatch
+from ssd.kernels.state import TreeRows
 from ssd.models.decoder import KVCache
 from ssd.models.feature_draft import FeatureDraft
 from ssd.models.head import Head
@@ -60,19 +61,31 @@ class HeadFeatures(Features):
         super().__init__(head, kv)
         self.head = head
         self._kept = state.lookahead + 1  # a draft and the token before it
+        self._state = state
         shape = (state.num_slots + 1, self._kept, head.config.hidden_size)
-        self._fused = torch.zeros(shape, dtype=head.dtype, device=head.device)  # of position p at p % kept
+        # Of position p at p % kept. Of trees, the rows of the last forward pass: the accepted ones are not known yet.
+        self._fused = torch.zeros(shape, dtype=head.dtype, device=head.device)
         self._start = torch.zeros(shape[0], dtype=torch.int32, device=head.device)  # first position with a feature
 
     def admit(self, slot: int, start: int) -> None:
         self._start[slot].fill_(start)
 
     def before(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Fused features of the positions before these."""
-        return self._fused[slots, (positions - 1) % self._kept]
+        """Fused features of the positions before these, the last ones that have any."""
+        places = (positions - 1) % self._kept if self._state.tree is None else self._last_rows()[slots]
+        return self._fused[slots, places]
+
+    def _last_rows(self) -> torch.Tensor:
+        """By slot: the row of the last accepted node, 0 for the last decided token."""
+        assert self._state.tree is not None
+        accepted = self._state.num_accepted
+        last = self._state.tree.path.gather(1, (accepted - 1).clamp(min=0)[:, None].long())[:, 0]
+        return torch.where(accepted > 0, last + 1, 0)
 
     def store(self, inputs: BatchInputs, batch: DeviceBatch, buffer: torch.Tensor) -> None:
         """Also keeps the last features."""
+        rows = inputs.tree
+        tree = None if rows is None else TreeRows(inputs["starts"], rows.before, self._last_rows())
         hidden, mapping = kernels(self.head.device).features.shift_and_keep(
             self.head.fuse(buffer),
             row_work=inputs["row_work"],
@@ -82,6 +95,7 @@ class HeadFeatures(Features):
             slot_mapping=batch.slot_mapping,
             start=self._start,
             kept=self._fused,
+            tree=tree,
         )
         self.head.store(replace(batch, slot_mapping=mapping), hidden, self.kv)
 

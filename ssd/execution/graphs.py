@@ -47,7 +47,15 @@ class BatchGraphs:
     """
 
     def __init__(
-        self, buckets: Seq[int], *, most: int, tiles: TileSizes, prefill: bool, device: torch.device, groups: int = 1
+        self,
+        buckets: Seq[int],
+        *,
+        most: int,
+        tiles: TileSizes,
+        prefill: bool,
+        device: torch.device,
+        groups: int = 1,
+        tree_depth: int = 0,
     ) -> None:
         self.buckets = sorted(buckets)
         self.most = most
@@ -60,8 +68,9 @@ class BatchGraphs:
                 gather=prefill,
                 device=device,
                 prefill=prefill,
-                decode_tiles=_DECODE_TILES if prefill else None,
+                decode_tiles=_DECODE_TILES if prefill and not tree_depth else None,
                 groups=groups,
+                tree_depth=tree_depth,
             )
             for rows in self.buckets
         }

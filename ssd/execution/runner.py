@@ -94,6 +94,7 @@ class ModelRunner:
         """`tables`: those of another model, whose KV blocks have the same numbers."""
         self.decoder = decoder
         self.state = state
+        self.tree_depth = state.tree.depth if state.tree is not None else 0
         self.block_size = block_size
         self.vocab_size = decoder.config.vocab_size
         self.num_blocks = num_blocks
@@ -111,8 +112,13 @@ class ModelRunner:
 
     def plan_graphs(self, *, prefill_only: bool = False) -> None:
         """Graphs of decode-size batches and short prefills, to be captured; `prefill_only`: of single prefills only."""
-        groups = len(self.decoder.kv_groups)
-        make = functools.partial(BatchGraphs, tiles=self.tile_sizes(), device=self.decoder.device, groups=groups)
+        make = functools.partial(
+            BatchGraphs,
+            tiles=self.tile_sizes(),
+            device=self.decoder.device,
+            groups=len(self.decoder.kv_groups),
+            tree_depth=self.tree_depth,
+        )
         if not prefill_only:
             buckets, most = row_buckets(self.max_decode_rows), self.max_decode_rows
             self.graphs = make(buckets, most=most, prefill=False)
@@ -182,7 +188,7 @@ class ModelRunner:
         last = next(reversed(self._last_inputs.items()), None)
         if last is not None and last[1].holds(batch):  # the same sequences decode
             return Staged(last[1], last[0])
-        decode_size = batch.max_queries <= FEW_QUERIES and batch.num_rows <= self.max_decode_rows
+        decode_size = batch.max_queries <= self._few_queries and batch.num_rows <= self.max_decode_rows
         graphs = self.graphs if decode_size and self.graphs is not None else self.prefill_graphs
         if graphs is not None and graphs.takes(batch):
             found = graphs.of(batch.num_rows)
@@ -206,7 +212,7 @@ class ModelRunner:
     def _sizes(self, batch: Batch, *, prefill: bool) -> tuple[int, ...]:
         """Sizes of eager inputs: rows, logit rows, works, decode-size tiles, `gather`, `prefill`."""
         tile, rows, logits = self.tile_sizes().decode, batch.num_rows, batch.num_logit_rows
-        few = sum(-(-count // tile) for count in batch.num_queries if not prefill or count <= FEW_QUERIES)
+        few = sum(-(-count // tile) for count in batch.num_queries if not prefill or count <= self._few_queries)
         return rows, logits, len(batch.slots), few, int(logits < rows), int(prefill)
 
     def _eager_inputs(self, sizes: tuple[int, ...]) -> BatchInputs:
@@ -226,6 +232,7 @@ class ModelRunner:
             decode_tiles=few,
             device=self.decoder.device,
             groups=len(self.decoder.kv_groups),
+            tree_depth=self.tree_depth,
         )
         if self.decoder.device.type == "cpu":
             self._last_inputs[sizes] = made
@@ -258,6 +265,27 @@ class ModelRunner:
             if read is not None:
                 read(forward, first, logits)
         return forward
+
+    @property
+    def _few_queries(self) -> int:
+        return max(FEW_QUERIES, 1 + self.state.lookahead if self.tree_depth else 0)
+
+    def move_accepted(self, inputs: BatchInputs) -> None:
+        """Moves the KV of accepted nodes of trees, and that of the draft in the same blocks, to their positions."""
+        for tables, caches in zip(self.tables.groups, self._caches, strict=True):
+            inputs.move_accepted(self.state, tables, caches, self.block_size)
+
+    @functools.cached_property
+    def _caches(self) -> list[torch.Tensor]:
+        """By group of layers: address of each tensor, and bytes of a token in it."""
+        found = []
+        for number, group in enumerate(self.decoder.kv_groups):
+            tensors = [tensor for i in group.layers for tensor in self.kv[i]]
+            if self.features is not None and number == 0:
+                tensors += [tensor for layer in self.features.kv for tensor in layer]
+            sizes = [(each.data_ptr(), each[0, 0].numel() * each.element_size()) for each in tensors]
+            found.append(torch.tensor(sizes, dtype=torch.int64, device=self.decoder.device).view(-1, 2))
+        return found
 
     def wait(self, clock: Clock) -> None:
         """Waits for the device."""

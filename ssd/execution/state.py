@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,10 +19,28 @@ from ssd.kernels.transfers import to_device
 from ssd.sampling.sampler import SamplingColumns
 
 
+class TreeState(NamedTuple):
+    """What a draft that is a tree has beside its tokens: int32 [slots, nodes]."""
+
+    parents: torch.Tensor  # index of the node that each is behind; -1: the last decided token
+    path: torch.Tensor  # nodes accepted in the last round, `num_accepted` of them
+    depth: int  # most nodes of a path
+
+
 class SequenceState:
     """Tensors with one row per slot, and one more for padding."""
 
-    def __init__(self, num_slots: int, *, max_len: int, lookahead: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        max_len: int,
+        lookahead: int,
+        vocab_size: int,
+        device: torch.device,
+        tree_depth: int = 0,
+    ) -> None:
+        """`lookahead`: tokens of a draft, or nodes of a draft tree of `tree_depth` (0: drafts are chains)."""
         self.device = device
         self.num_slots = num_slots
         self.padding = num_slots  # the slot that padding uses
@@ -37,6 +56,9 @@ class SequenceState:
         self.confidence = torch.zeros(shape, dtype=torch.float32, device=device)  # of each draft token, at least 0
         self.origin = self._zeros(num_slots + 1)  # `Origin` of the draft
         self.num_accepted = self._zeros(num_slots + 1)  # draft tokens accepted in the last round
+        self.tree: TreeState | None = None
+        if tree_depth:
+            self.tree = TreeState(self._zeros(num_slots + 1, width), self._zeros(num_slots + 1, width), tree_depth)
         self.view = StateView(self.length, self.token_ids, self.drafts, self.confidence, self.origin, self.num_accepted)
         self.sampling = SamplingColumns(num_slots + 1, vocab_size, device)
 
@@ -70,10 +92,18 @@ class SequenceState:
 
     def set_drafts(self, slots: Seq[int], drafts: Seq[Seq[int]]) -> None:
         """Uploads drafts made on the host."""
-        rows = np.zeros((len(slots), self.drafts.shape[1]), dtype=np.int32)
-        for row, draft in zip(rows, drafts, strict=True):
-            row[: len(draft)] = draft
-        self.drafts[to_device(np.array(slots), self.device)] = to_device(rows, self.device)
+        self._set_rows(self.drafts, slots, drafts)
+
+    def set_parents(self, slots: Seq[int], parents: Seq[Seq[int]]) -> None:
+        """Uploads the parents of drafts that are trees."""
+        assert self.tree is not None
+        self._set_rows(self.tree.parents, slots, parents)
+
+    def _set_rows(self, columns: torch.Tensor, slots: Seq[int], values: Seq[Seq[int]]) -> None:
+        rows = np.zeros((len(slots), columns.shape[1]), dtype=np.int32)
+        for row, own in zip(rows, values, strict=True):
+            row[: len(own)] = own
+        columns[to_device(np.array(slots), self.device)] = to_device(rows, self.device)
 
     def set_prepared(self, slots: Seq[int], drafts: Seq[Seq[int]], confidence: Seq[Seq[float]]) -> None:
         """Uploads drafts that were looked up on the host."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ssd.core import Origin, Outcome, PromptPart, Sequence, TokenLogprobs, Work
+from ssd.errors import ConfigError
 from ssd.execution.batch import Batch, BatchInputs
 from ssd.execution.clock import Clock, now
 from ssd.execution.graphs import BatchGraph, BatchGraphs, capture
@@ -22,6 +23,7 @@ from ssd.execution.host_copy import HostCopy
 from ssd.execution.prompts import PromptReads
 from ssd.execution.runner import Forward, Keep, ModelRunner, Staged
 from ssd.execution.state import SequenceState
+from ssd.execution.tree import DraftTree
 from ssd.kernels.cpu import recording
 from ssd.kernels.transfers import to_device
 from ssd.kernels.triton.compile import compiling
@@ -81,7 +83,7 @@ class Target:
         self.state = state
         self.sampler = Sampler(state.sampling)
         self.vocab_size = runner.vocab_size
-        self._width = 3 + 2 * state.drafts.shape[1]
+        self._width = 3 + (2 if state.tree is None else 3) * state.drafts.shape[1]
         self._pinned: PinnedAcceptance | None = None
         self._pool: Any = None  # memory shared by the graphs of decisions
         self._decisions: dict[tuple[int, Needs], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
@@ -92,7 +94,8 @@ class Target:
         inputs = [inputs for graphs in self._graphs() for inputs in graphs.inputs.values()]
         for n in (1, self.runner.max_decode_rows):  # without a graph
             tiles = self.runner.tile_sizes()
-            inputs.append(BatchInputs(n, n, works=n, tiles=tiles, gather=True, device=self.state.device))
+            depth, device = self.runner.tree_depth, self.state.device
+            inputs.append(BatchInputs(n, n, works=n, tiles=tiles, gather=True, device=device, tree_depth=depth))
         with self.state.sampling.tables():
             for each in inputs:
                 logits = torch.zeros((each.logits, self.vocab_size), dtype=torch.float32, device=self.state.device)
@@ -119,6 +122,8 @@ class Target:
     def pin(self, rates: Seq[float]) -> None:
         """Draws from now on how many draft tokens are accepted, see `PinnedAcceptance`; while no round is in flight."""
         state = self.state
+        if state.tree is not None:
+            raise ConfigError("acceptance is drawn for chains only: leave speculation tree out")
         if self._pinned is None:
             empty = torch.zeros(state.drafts.shape[1], dtype=torch.float32, device=state.device)
             self._pinned = PinnedAcceptance(empty, self.vocab_size)
@@ -171,8 +176,19 @@ class Target:
         out = self._accept(logits.forward, Needs.of([work.sequence.params for work in works if work.decides]))
         logprobs = None
         if raw is not None:
-            logprobs = raw.fetch(torch.cat([out[i, 2 : 2 + len(rows)] for i, rows in raw.rows.items()]))
-        return _Launched(self.runner, works, HostCopy(out), logprobs, logits.reads, logits.began)
+            tokens = torch.cat([out[i, 2 : 2 + len(rows)] for i, rows in raw.rows.items()])
+            logprobs = raw.fetch(tokens, None if self.state.tree is None else self._chosen_rows(raw, out))
+        width = self.state.drafts.shape[1]
+        return _Launched(self.runner, works, HostCopy(out), width, logprobs, logits.reads, logits.began)
+
+    def _chosen_rows(self, raw: RawLogits, out: torch.Tensor) -> torch.Tensor:
+        """Of each work in turn: the rows of its raw logits in the order in which its tokens were chosen."""
+        nodes = out[:, 3 + 2 * self.state.drafts.shape[1] :].long()
+        found = [
+            torch.nn.functional.pad(nodes[i, : len(rows) - 1] + 1, (1, 0)).clamp(max=len(rows) - 1) + rows.start
+            for i, rows in raw.rows.items()
+        ]
+        return torch.cat(found)
 
     def _process(self, logits: WorkLogits) -> RawLogits | None:
         """Processes and masks logits; returns those before that, where they are needed.
@@ -227,6 +243,8 @@ class Target:
         if self._pinned is not None:
             chosen = self._pinned.choices(chosen, rows)
         inputs.accept(chosen, state, out)
+        if state.tree is not None:
+            self.runner.move_accepted(inputs)
         if needs.adjusted:
             width = state.drafts.shape[1] + 1
             slots, new = inputs["slots"].repeat_interleave(width), out[:, 2 : 2 + width]
@@ -240,7 +258,7 @@ class HostLogits:
     """The works of a round whose logits are masked or processed on the host, and their drafts."""
 
     works: dict[int, Work]  # by index in the round
-    fetched: HostCopy  # their drafts in the SequenceState
+    fetched: HostCopy  # their drafts in the SequenceState, and the parents of trees
 
     @classmethod
     def of(cls, works: Seq[Work], state: SequenceState) -> HostLogits | None:
@@ -250,22 +268,23 @@ class HostLogits:
         if not found:
             return None
         slots = to_device(np.array([work.slot for work in found.values()]), state.device)
-        return cls(found, HostCopy(state.drafts[slots]))
+        return cls(found, HostCopy(state.drafts[slots], *([] if state.tree is None else [state.tree.parents[slots]])))
 
     def apply(self, logits: torch.Tensor, starts: Seq[int], sampler: Sampler) -> None:
         """Changes their logits in place, first by the processors; `starts`: the first logit row of every work."""
-        (drafts,) = self.fetched.wait()
+        drafts, *parents = (copied.tolist() for copied in self.fetched.wait())
         rows: list[int] = []
         masks: list[np.ndarray] = []
-        for (i, work), drafted in zip(self.works.items(), drafts.tolist(), strict=True):
-            sequence, draft, first = work.sequence, drafted[: work.proposal.num_tokens], starts[i]
+        for place, (i, work) in enumerate(self.works.items()):
+            sequence, count, first = work.sequence, work.proposal.num_tokens, starts[i]
+            draft = DraftTree(drafts[place][:count], parents[0][place][:count] if parents else range(-1, count - 1))
             if sequence.constraint is not None:  # while the device computes the logits
-                masks.append(sequence.constraint.masks(draft))
+                masks.append(draft.masks(sequence.constraint.masks))
                 rows += range(first, first + work.num_logits)
             if sequence.processor is not None:
                 own = logits[first : first + work.num_logits]
                 host = own.to("cpu", copy=True)  # waits for the device
-                sequence.processor.process(sequence.tokens, draft, host.numpy())
+                sequence.processor.process(sequence.tokens, draft.before, host.numpy())
                 own.copy_(host)
         if masks:
             device = logits.device
@@ -296,9 +315,11 @@ class RawLogits:
         counts = {i: works[i].sequence.params.logprobs or 0 for i in wanted}
         return cls(rows, forward.logits[to_device(np.array(found), forward.logits.device)], counts)
 
-    def fetch(self, tokens: torch.Tensor) -> FetchedLogprobs:
-        """Log-probabilities of one token per row and of the likeliest ones, being copied to the host."""
-        return FetchedLogprobs(self, HostCopy(*top_logprobs(self.logits, tokens, max(self.counts.values()))))
+    def fetch(self, tokens: torch.Tensor, order: torch.Tensor | None = None) -> FetchedLogprobs:
+        """Log-probabilities of one token per row and of the likeliest ones, being copied to the host; `order`: of the
+        rows, if it is not theirs."""
+        logits = self.logits if order is None else self.logits[order]
+        return FetchedLogprobs(self, HostCopy(*top_logprobs(logits, tokens, max(self.counts.values()))))
 
 
 @dataclass(frozen=True)
@@ -323,6 +344,7 @@ class _Launched:
     runner: ModelRunner
     works: Seq[Work]
     out: HostCopy
+    width: int  # most tokens of a draft
     logprobs: FetchedLogprobs | None
     reads: PromptReads | None
     began: Clock
@@ -344,17 +366,25 @@ class _Launched:
             return None
         count, drafted = row[0], work.proposal.num_tokens
         tokens = tuple(row[2 : 2 + count])
-        drafts = 3 + (len(row) - 3) // 2
+        first, nodes = 3 + self.width, row[3 + 2 * self.width :][: count - 1]
+        draft = row[first : first + drafted]
+        if nodes:
+            draft = [*(draft[i] for i in nodes), *(token for i, token in enumerate(draft) if i not in nodes)]
         origin = Origin(row[1]) if work.proposal.num_on_device else work.proposal.origin
         details = self.logprobs.of(i, tokens) if self.logprobs is not None else ()
-        return Outcome(tokens, details, tuple(row[drafts : drafts + drafted]), origin)
+        return Outcome(tokens, details, tuple(draft), origin)
 
 
 def upload_drafts(state: SequenceState, works: Seq[Work]) -> None:
     """Uploads drafts that were made on the host."""
     own = [work for work in works if work.proposal.token_ids]
-    if own:
-        state.set_drafts([work.slot for work in own], [work.proposal.token_ids for work in own])
+    if not own:
+        return
+    slots, drafts = [work.slot for work in own], [work.proposal for work in own]
+    state.set_drafts(slots, [draft.token_ids for draft in drafts])
+    if state.tree is not None:
+        chain = range(-1, state.drafts.shape[1])
+        state.set_parents(slots, [chain[: d.num_tokens] if d.parents is None else d.parents for d in drafts])
 
 
 def first_logit_rows(works: Seq[Work], *, gather: bool) -> list[int]:

@@ -28,6 +28,16 @@ class Branches:
     slots_per_branch: int  # consecutive KV slots reserved for each branch
 
 
+class TreePaths(NamedTuple):
+    """Where queries that are nodes of token trees have their ancestors.
+
+    Position p of row r, from decided[r] on, is that of the row paths[r, p - decided[r]]: of an ancestor, or its own.
+    """
+
+    paths: torch.Tensor  # int32 [T, depth]
+    decided: torch.Tensor  # int32 [T]: positions that are read through the block table; of other rows beyond them all
+
+
 @dataclass(frozen=True)
 class DeviceBatch:
     """A `Batch` as tensors on the device."""
@@ -43,6 +53,7 @@ class DeviceBatch:
     prefill_tiles: torch.Tensor | None  # likewise, of larger tiles for sequences with many query tokens
     logit_rows: torch.Tensor | None  # int64 [rows]; None: all rows in order
     branches: Branches | None = None  # every row is a branch (without prefill_tiles; context_len is not used)
+    tree: TreePaths | None = None  # positions are those of `positions` then (rows in prefill_tiles are no nodes)
     others: tuple[DeviceBatch, ...] = ()  # the same for further groups of layers, with their own KV slots and blocks
 
     def again(self) -> DeviceBatch:
@@ -58,8 +69,9 @@ class DeviceBatch:
         """Where it is, and its shape: what the calls of a forward pass on a CPU depend on."""
         tables, ids = self.block_tables, self.token_ids
         others = (self.positions, self.slot_mapping, self.query_start, self.context_len, self.table_rows)
+        tree = () if self.tree is None else (self.tree.paths.data_ptr(), self.tree.decided.data_ptr())
         return (
-            *(ids.data_ptr(), len(ids), ids.dtype, len(self.table_rows), self.branches),
+            *(ids.data_ptr(), len(ids), ids.dtype, len(self.table_rows), self.branches, tree),
             *(tables.data_ptr(), tables.shape, tables.stride(0), *(each.data_ptr() for each in others)),
         )
 
@@ -227,6 +239,7 @@ class Ops(Protocol):
 
         With `branches` of depth s, row r sees its sequence's positions before positions[r] - s through the block table,
         then its own slots slot_mapping[r] - s .. slot_mapping[r]. The result of a padding row (slot -1) is undefined.
+        With a `tree`, the bits of a row are those of the same keys and values in a chain.
         """
 
 

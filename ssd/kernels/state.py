@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -31,6 +31,14 @@ class StateView:
         num_slots, columns = self.token_ids.shape
         own = {field.name: getattr(self, field.name).data_ptr() for field in fields(self)}
         return LAYOUTS["state"].pack(**own, num_slots=num_slots, columns=columns, width=self.drafts.shape[1])
+
+
+class TreeRows(NamedTuple):
+    """What `features` need of a batch whose decoding sequences have trees: int32."""
+
+    starts: torch.Tensor  # [works]: below 0 for those
+    before: torch.Tensor  # [rows]: the row of the token before
+    last: torch.Tensor  # [slots]: the row of its work in which each sequence's last feature was computed
 
 
 class Columns(Protocol):

@@ -124,6 +124,9 @@ class Walk(Protocol):
     def begin(self) -> None:
         """Before the first place."""
 
+    def follow(self, rows: torch.Tensor) -> None:
+        """From now on there are rows (int64) that go on from these rows."""
+
     def logits(self, own: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 [sequences, draft vocabulary]. `own`: those of the query alone, `tokens`: the last of each sequence,
         `hidden`: the query's states."""
@@ -151,6 +154,10 @@ class MarkovHead:
     def begin(self) -> None:
         """Before the first token of the drafts."""
         self._state = None
+
+    def follow(self, rows: torch.Tensor) -> None:
+        if self._state is not None:
+            self._state = self._state[rows]
 
     def logits(self, own: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         return own + self._bias(self._before.embed(tokens), hidden)
@@ -182,6 +189,9 @@ class Selector:
         yield from (self._before, self._after, self._hidden)
 
     def begin(self) -> None:
+        pass
+
+    def follow(self, rows: torch.Tensor) -> None:
         pass
 
     def logits(self, own: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

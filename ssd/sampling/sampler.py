@@ -57,6 +57,7 @@ class Rows(NamedTuple):
     positions: torch.Tensor  # int32 [R]: the index in its sequence of the token to decide
     num_drafted: torch.Tensor | None = None  # int32 [R]: drafts[slot, :num_drafted] are output already; None: 0
     drafts: torch.Tensor | None = None  # int32 [S, K]
+    paths: torch.Tensor | None = None  # int32 [R, D]: of trees, paths[row, :num_drafted] in place of the drafts
 
 
 class SamplingColumns:

@@ -61,6 +61,29 @@ def test_a_logits_processor_writes_the_same_text_in_every_mode(
         assert texts(llm) == expected
 
 
+def rising_there(token_ids: list[int], logits: np.ndarray) -> np.ndarray:
+    """As `rising`, but fails behind texts that end with a multiple of 13: not only on the way that is taken."""
+    if token_ids[-1] % 13 == 0:
+        raise ValueError("unlucky")
+    return rising(token_ids, logits)
+
+
+def test_a_logits_processor_and_draft_trees() -> None:
+    """Catches rows of nodes that are processed with the tokens of other nodes, and failures of nodes that are not
+    taken."""
+    prompts = ["Mr. Holmes sat", "There was once", "The king"]
+    options: dict[str, Any] = {"mode": "sd", "draft": "tiny-llama-eagle", "k": 3, "tree": 10}
+    every = [*ALL, params(rising_there, temperature=1.0, seed=2)]
+    found = []
+    for speculation in (None, options):
+        with LLM("tiny-llama", device="cpu", speculation=speculation) as llm:
+            outputs = [output for each in every for output in llm.generate(prompts, each)]
+            found.append([(o.token_ids, o.finish_reason, o.error, o.logprobs) for o in outputs])
+            accepted = sum(output.metrics.accepted for output in outputs)
+    assert found[0] == found[1]
+    assert accepted > 0
+
+
 def test_a_logits_processor_leaves_the_company_as_it_is(plain: LLM) -> None:
     others = SamplingParams(max_new_tokens=20, ignore_eos=True)
     before = [output.token_ids for output in plain.generate(PROMPTS, others)]

@@ -137,7 +137,7 @@ def alone(llm: LLM) -> list[RequestOutput]:
 
 
 def sd(**options: Any) -> dict[str, Any]:
-    return {"mode": "sd", "draft": "tiny-llama-draft", **options}
+    return {"mode": "sd", "draft": "tiny-llama-draft"} | options
 
 
 def ssd(**options: Any) -> dict[str, Any]:
@@ -149,6 +149,7 @@ SPECULATIONS: dict[str, dict[str, Any]] = {
     "sd-4": sd(k=4),
     "ssd-2": ssd(k=2, backup="jit"),
     "suffix": {"mode": "sd", "draft": "suffix", "k": 4},
+    "tree": sd(draft="tiny-llama-eagle", k=4, tree=12),
 }
 
 
@@ -167,6 +168,7 @@ def test_same_text_with_drafts(alone: list[RequestOutput], speculation: str) -> 
         pytest.param(None, id="ar", marks=pytest.mark.slow),
         pytest.param(sd(k=3), id="sd", marks=pytest.mark.slow),
         pytest.param(ssd(k=3, backup="fast"), id="ssd"),
+        pytest.param(SPECULATIONS["tree"], id="tree"),
     ],
 )
 def test_same_text_with_rounds_in_flight(alone: list[RequestOutput], speculation: dict[str, Any] | None) -> None:

@@ -924,6 +924,18 @@ def test_a_request_may_do_without(target: str) -> None:
             "draft_replicas=2: replicas send no distributions",
         ),
         ({"mode": "ssd", "draft": "tiny-llama-draft", "placement": "stream"}, "for GPUs"),
+        ({"mode": "sd", "draft": "tiny-llama-eagle", "tree": 1}, "from 2 to 64"),
+        ({"mode": "sd", "draft": "tiny-llama-eagle", "k": 9, "tree": 8}, "tree=8: k=9 must be a number of at most"),
+        ({"mode": "sd", "draft": "tiny-llama-eagle", "k": "auto", "tree": 8}, "tree=8: k='auto' must be a number"),
+        (
+            {"mode": "sd", "draft": "tiny-llama-eagle", "tree": 8, "acceptance": "rejection"},
+            'needs acceptance="coupled"',
+        ),
+        ({"mode": "ssd", "draft": "tiny-llama-eagle", "tree": 8}, 'tree=8 is for mode="sd", not for mode="ssd"'),
+        ({"mode": "auto", "draft": "tiny-llama-eagle", "tree": 8}, 'tree=8 is for mode="sd", not for mode="auto"'),
+        ({"mode": "sd", "draft": "suffix", "tree": 8}, "suffix look-up proposes chains"),
+        ({"mode": "sd", "draft": "tiny-llama-eagle", "tree": 8, "suffix": True}, "suffix look-up proposes chains"),
+        ({"mode": "sd", "draft": "tiny-llama-draft", "tree": 8}, "is a draft model, which writes chains"),
         ({"mode": "ssd", "draft": "tiny-llama-draft", "placement": "moon"}, "inline, stream, process"),
         ("sd", "mapping"),
     ],
@@ -931,6 +943,22 @@ def test_a_request_may_do_without(target: str) -> None:
 def test_contradictions_are_refused(speculation: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM("tiny-llama", device="cpu", speculation=speculation)
+
+
+def test_trees_of_other_drafts_and_of_split_models_are_refused() -> None:
+    class Mine:
+        def propose(self, sequences: Sequence[list[int]], k: int) -> list[list[int]]:
+            return [[] for _ in sequences]
+
+    with pytest.raises(ConfigError, match="a drafter of your own proposes chains"):
+        LLM("tiny-llama", device="cpu", speculation={"mode": "sd", "draft": Mine(), "tree": 8})
+    speculation = {"mode": "sd", "draft": "tiny-llama-eagle", "tree": 8}
+    with pytest.raises(ConfigError, match="tree=8 is for models that are not split"):
+        LLM("tiny-llama", device="cpu", tensor_parallel_size=2, speculation=speculation)
+    with LLM("tiny-llama", device="cpu", speculation=speculation) as llm:
+        target: Any = llm.engine.round.target
+        with pytest.raises(ConfigError, match="drawn for chains only"):
+            llm.driver.call(lambda _: target.pin([0.5]))
 
 
 @pytest.mark.parametrize("draft", ["no_such", "graft:no_such@llama-3.1-8b", "graft:tiny-llama-draft"])

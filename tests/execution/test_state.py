@@ -252,7 +252,7 @@ def test_a_batch_on_the_device(seed: int, gather: bool, prefill: bool) -> None:
 
     rows = [r for i, work in enumerate(scene.works) for r in range(starts[i + 1] - work.num_logits, starts[i + 1])]
     assert batch.logit_rows is None or batch.logit_rows.tolist() == rows
-    slots, positions, drafted, drafts = inputs.decided(scene.state)
+    slots, positions, drafted, drafts, _ = inputs.decided(scene.state)
     assert drafts is scene.state.drafts
     assert drafted is not None
     for place, row in enumerate(rows) if gather else [(row, row) for row in rows]:

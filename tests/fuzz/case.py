@@ -103,7 +103,8 @@ class Case:
         if not speculation:
             return "ar"
         detail = "suffix" if speculation["draft"] == "suffix" else speculation.get("placement", "draft")
-        return f"{speculation['mode']} {detail}{' + suffix' if 'suffix' in speculation else ''}"
+        more = (f" + {name}" for name in ("suffix", "tree") if name in speculation)
+        return f"{speculation['mode']} {detail}{''.join(more)}"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -126,7 +127,7 @@ def random_case(seed: int, *, processes: bool = True) -> Case:
     plain = [kind for kind in KINDS if kind not in (*WINDOWED, *WITH_EXPERTS, *WITH_LATENTS)]
     model = _of_another_kind(dice.choice([*plain, *plain, *BUNDLED]), seed)
     speculation = _with_replicas(_with_head(_speculation(dice, model, processes), model, seed), seed)
-    speculation = _with_suffix(_with_auto(speculation, seed, processes), seed)
+    speculation = _with_tree(_with_suffix(_with_auto(speculation, seed, processes), seed), model, seed)
     calls = [_call(dice, asked) for asked in random_requests(dice.randint(1, 10), dice.randrange(1 << 30))]
     calls = [_with_dead_end(_with_order_and_form(call, model), model) for call in calls]
     if speculation.get("acceptance") == "rejection":  # at T > 0 the text is another sample
@@ -244,6 +245,19 @@ def _with_suffix(speculation: dict[str, Any], seed: int) -> dict[str, Any]:
         return speculation
     cached = own.choice([0, 0, 20, 1000])
     return speculation | ({"suffix": True} if beside else {}) | ({"suffix_cache_tokens": cached} if cached else {})
+
+
+def _with_tree(speculation: dict[str, Any], model: str, seed: int) -> dict[str, Any]:
+    """Perhaps with trees, and a draft that writes them. Other seeds give the same case as before they were known."""
+    own = random.Random(f"tree {seed}")
+    chains = speculation.keys() & {"acceptance", "suffix"} or speculation.get("k") == "auto"
+    if speculation.get("mode") != "sd" or speculation["draft"] == "suffix" or chains or model == "mistral-windows":
+        return speculation
+    if own.random() < 0.5:
+        return speculation
+    draft = f"{model}-eagle" if model in BUNDLED else own.choice(["head", "mtp-head", "block"])
+    nodes = max(2, speculation["k"] * own.choice([1, 2, 3]) + own.choice([0, 1]))
+    return speculation | {"draft": draft, "tree": nodes}
 
 
 def _call(dice: random.Random, asked: Asked) -> Call:

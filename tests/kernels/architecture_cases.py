@@ -19,8 +19,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from ssd.kernels.codes import Codes, CodeType, bits_of
-from ssd.kernels.ops import Branches, DeviceBatch, ExpertOutputs, HeadShape, Rope
-from ssd.kernels.triton import attention, elementwise, experts, features, linear, packing, row_codes
+from ssd.kernels.ops import Branches, DeviceBatch, ExpertOutputs, HeadShape, Rope, TreePaths
+from ssd.kernels.state import StateView, TreeRows
+from ssd.kernels.triton import attention, elementwise, experts, features, linear, packing, rounds, row_codes
 from ssd.kernels.triton import codes_linear as codes_linear
 from ssd.kernels.weights import GLU, RoutingRule, RowRounding
 
@@ -72,7 +73,7 @@ def ints(*shape: int) -> torch.Tensor:
     return empty(*shape, dtype=torch.int32)
 
 
-def batch(*, prefill: bool = False, branches: Branches | None = None) -> DeviceBatch:
+def batch(*, prefill: bool = False, branches: Branches | None = None, tree: TreePaths | None = None) -> DeviceBatch:
     return DeviceBatch(
         token_ids=ints(8),
         positions=ints(8),
@@ -85,6 +86,7 @@ def batch(*, prefill: bool = False, branches: Branches | None = None) -> DeviceB
         prefill_tiles=ints(2, 2) if prefill else None,
         logit_rows=None,
         branches=branches,
+        tree=tree,
     )
 
 
@@ -201,6 +203,8 @@ def test_attention(architecture: int, dtype: torch.dtype, heads: HeadShape, fp8:
         for own in (heads, replace(heads, window=4096)):
             attention.paged_attention(q, batch(prefill=True), own, kv, kv, workspace, sinks=sinks)
             attention.paged_attention(q, batch(), own, kv, kv, workspace, sinks=sinks)
+            paths = TreePaths(ints(8, 5), ints(8))
+            attention.paged_attention(q, batch(tree=paths), own, kv, kv, workspace, sinks=sinks)
         for own in (heads, replace(heads, first_position=1), replace(heads, window=4096)) if not fp8 else ():
             attention.paged_attention(q, batch(branches=Branches(3, 8)), own, kv, kv, workspace, sinks=sinks)
         if not fp8:
@@ -259,3 +263,44 @@ def test_what_is_between_products(architecture: int, dtype: torch.dtype) -> None
     rows = {"row_work": ints(8), "slots": ints(4), "query_start": ints(5), "positions": ints(8)}
     kept = empty(9, 5, 4096, dtype=dtype)
     features.shift_and_keep(hidden, slot_mapping=ints(8), start=ints(9), kept=kept, **rows)
+    tree = TreeRows(ints(4), ints(8), ints(9))
+    features.shift_and_keep(hidden, slot_mapping=ints(8), start=ints(9), kept=kept, tree=tree, **rows)
+
+
+def test_rounds_with_trees(architecture: int) -> None:
+    state = StateView(ints(9), ints(9, 500), ints(9, 12), empty(9, 12, dtype=torch.float32), ints(9), ints(9))
+    parents, path, works, rows = ints(9, 12), ints(9, 12), ints(4), ints(8)
+    rounds.place_nodes(
+        state,
+        parents=parents,
+        row_work=rows,
+        slots=works,
+        starts=works,
+        query_start=ints(5),
+        slot_mapping=rows,
+        logit_rows=rows,
+        positions=rows,
+        paths=ints(8, 5),
+        shared=rows,
+        before=rows,
+        decided_slot=rows,
+        decided=rows,
+        num_drafted=rows,
+        path_tokens=ints(8, 5),
+    )
+    rounds.accept_node(
+        state,
+        parents=parents,
+        path=path,
+        chosen=rows,
+        slots=works,
+        first_row=works,
+        num_logits=works,
+        decided_slot=rows,
+        out=ints(4, 39),
+        vocab_size=32000,
+    )
+    caches = empty(6, 2, dtype=torch.int64)
+    rounds.move_accepted(
+        state, path=path, slots=works, first_row=works, tables=ints(9, 40), caches=caches, block_size=64
+    )

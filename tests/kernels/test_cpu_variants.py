@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +19,16 @@ from chains import HIDDEN, quantized_layer
 from conftest import mostly_slow
 from gguf_files import SIZES, random_blocks
 from stored_codes import CODES, some_codes
+from tree_batches import Tree, check_tree
 
 from ssd.kernels import cache
 from ssd.kernels.cpu import build, library, variants
 from ssd.kernels.cpu.kernels import Kernels
+from ssd.kernels.cpu.ops import CpuOps
 from ssd.kernels.cpu.recording import Recordings
 from ssd.kernels.cpu.threads import use_threads
 from ssd.kernels.cpu.variants import Variant
+from ssd.kernels.ops import HeadShape
 from ssd.layers.formats.gguf import BLOCKS
 
 EMULATED = Path(__file__).with_name("emulated_x86")
@@ -151,6 +155,16 @@ def test_attention_of_every_variant(other: Kernels, heads: int, kv_heads: int, d
             weights = torch.einsum("hd,phd->hp", q[row].double(), keys).mul(d**-0.5).softmax(-1)
             expected = torch.einsum("hp,phd->hd", weights, values)
             assert (whole[row] - expected).norm() < 1e-2 * expected.norm(), (row, branches)
+
+
+@pytest.mark.parametrize(("decided", "window"), mostly_slow([(2, 0), (64, 0), (127, 70), (300, 0)], fast={(127, 70)}))
+def test_nodes_of_trees_have_the_bits_of_chains(other: Kernels, decided: int, window: int) -> None:
+    torch.manual_seed(0)
+    dice = random.Random(decided)
+    tree = Tree(decided, HeadShape(6, 2, 64, window=window), torch.bfloat16, torch.device("cpu"), dice)
+    for threads in (1, 3):
+        with use_threads(threads):
+            check_tree(CpuOps(other), tree, dice)
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ssd.kernels.state import TreeRows
+
 
 def shift_and_keep(
     fused: torch.Tensor,
@@ -15,13 +17,20 @@ def shift_and_keep(
     slot_mapping: torch.Tensor,
     start: torch.Tensor,
     kept: torch.Tensor,
+    tree: TreeRows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     work, kept_positions = row_work.clamp(min=0), kept.shape[1]
     slot = slots[work].clamp(min=0)
     row = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
-    before = kept[slot, (positions - 1) % kept_positions]
-    hidden = torch.where((row == query_start[work])[:, None], before, fused.roll(1, 0))
     known = (row_work >= 0) & (positions > start[slot])
-    last = ((row_work >= 0) & (row >= query_start[work + 1] - kept_positions)).nonzero()[:, 0]
-    kept[slot[last], positions[last] % kept_positions] = fused[last]
+    if tree is None:
+        source, place, above = (positions - 1) % kept_positions, positions % kept_positions, row - 1
+        last = row >= query_start[work + 1] - kept_positions
+    else:
+        node = tree.starts[work] < 0
+        source, place, above = tree.last[slot], torch.where(node, row - query_start[work], 0), tree.before
+        last = node | (row == query_start[work + 1] - 1)
+    hidden = torch.where((row == query_start[work])[:, None], kept[slot, source], fused[above])
+    last = (last & (row_work >= 0)).nonzero()[:, 0]
+    kept[slot[last], place[last]] = fused[last]
     return hidden.masked_fill_((row_work < 0)[:, None], 0.0), torch.where(known, slot_mapping, -1)

@@ -25,7 +25,7 @@ from ssd.kernels.cpu.build import BuildError
 from ssd.kernels.cpu.calls import LAYOUTS
 from ssd.kernels.cpu.pack import PackedExperts, PackedWeight, Packer
 from ssd.kernels.cpu.threads import num_threads
-from ssd.kernels.ops import UNSCALED, KVScales
+from ssd.kernels.ops import UNSCALED, KVScales, TreePaths
 from ssd.kernels.weights import GLU, SWIGLU, Routing, RoutingRule
 
 _STORAGE = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}  # as `dtypes.h` numbers them
@@ -283,6 +283,7 @@ class Kernels:
         scales: KVScales = UNSCALED,
         sinks: Tensor | None = None,
         value_dim: int | None = None,
+        tree: tuple[Tensor, Tensor, TreePaths] | None = None,
     ) -> Tensor:
         """Causal attention of `q` [T, H, D] over paged caches -> [T, H, D], or `value_dim` columns in place of D: then
         both caches are the same, and values are the first columns of keys.
@@ -293,7 +294,8 @@ class Kernels:
 
         `branches`: positions and slots (int32 [T]; slot < 0: padding) of queries that are the newest tokens of
         branches, and how many tokens each branch has before it. A query sees its sequence up to the branch, then the
-        branch; `context_len` is not used. `first`: positions of a sequence before it are not seen. `window`: positions
+        branch; `context_len` is not used. `tree`: positions and slots of all queries, and the paths of those that are
+        nodes of trees. `first`: positions of a sequence before it are not seen. `window`: positions
         that a query sees, its own included; 0: all. `sinks`: see `Ops.attention`.
         """
         if sinks is not None and (sinks.dtype is not torch.float32 or sinks.shape != q.shape[1:2]):
@@ -301,6 +303,9 @@ class Kernels:
         tokens, heads, d = q.shape
         out = recording.empty((tokens, heads, value_dim or d), q.dtype)
         positions, slots, depth = branches or (None, None, 0)
+        paths, decided = None, None
+        if tree is not None:
+            positions, slots, (paths, decided) = tree
         self._paged_attention(
             cache=_cache(k_cache, v_cache, scales, value_dim),
             q=q.data_ptr(),
@@ -321,6 +326,9 @@ class Kernels:
             positions=address(positions),
             slots=address(slots),
             depth=depth,
+            paths=address(paths),
+            decided=address(decided),
+            path_columns=0 if paths is None else paths.shape[1],
             first=first,
             window=window,
             bf16=q.dtype is torch.bfloat16,

@@ -125,6 +125,7 @@ class CpuOps(SharedOps):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         branches = None if batch.branches is None else (batch.positions, batch.slot_mapping, batch.branches.depth)
+        tree = None if batch.tree is None else (batch.positions, batch.slot_mapping, batch.tree)
         out = self.kernels.paged_attention(
             *(q, k_cache, v_cache, batch.query_start, batch.context_len, batch.block_tables, batch.table_rows),
             heads.scale,
@@ -134,6 +135,7 @@ class CpuOps(SharedOps):
             scales,
             sinks,
             heads.value_dim,
+            tree,
         )
         return out.view(len(out), -1)
 

@@ -20,6 +20,11 @@ class Rounds:
             "prepare_rows", "a batch names a work, a slot, a row or a position that is not there"
         )
         self._accept = kernels.function("accept", "a decision names a slot, a row or a draft token that is not there")
+        self._place_nodes = kernels.function("place_nodes", "a batch names a work or a slot that is not there")
+        self._accept_node = kernels.function(
+            "accept_node", "a decision names a slot, a row or a draft token that is not there"
+        )
+        self._move_accepted = kernels.function("move_accepted")
         self._stage, self._look_up, self._store = (
             kernels.function(name, _NO_SLOT) for name in ("stage", "look_up", "store")
         )
@@ -31,6 +36,18 @@ class Rounds:
 
     def accept(self, state: StateView, **given: Any) -> None:
         self._accept(**_numbers(given), state=state.fields, rows=len(given["chosen"]), works=len(given["slots"]))
+
+    def place_nodes(self, state: StateView, **given: Any) -> None:
+        rows, depth = given["paths"].shape
+        sizes = {"rows": rows, "works": len(given["slots"]), "logits": len(given["logit_rows"]), "depth": depth}
+        self._place_nodes(**_numbers(given), state=state.fields, **sizes)
+
+    def accept_node(self, state: StateView, **given: Any) -> None:
+        self._accept_node(**_numbers(given), state=state.fields, rows=len(given["chosen"]), works=len(given["slots"]))
+
+    def move_accepted(self, state: StateView, **given: Any) -> None:
+        sizes = {"works": len(given["slots"]), "table_columns": given["tables"].shape[1]}
+        self._move_accepted(**_numbers(given), state=state.fields, **sizes, num_caches=len(given["caches"]))
 
     def stage(self, state: StateView, **given: Any) -> None:
         sequences, tokens = given["tokens"].shape

@@ -38,6 +38,7 @@ class Sampling:
         positions: torch.Tensor,
         num_drafted: torch.Tensor | None,
         drafts: torch.Tensor | None,
+        paths: torch.Tensor | None,
     ) -> None:
         bias, all_counts = columns.bias, columns.counts
         assert bias is not None
@@ -49,7 +50,7 @@ class Sampling:
             own, counts = slots[part], all_counts[slots[part]]
             times = counts >> 2  # that a token is output
             if drafts is not None and num_drafted is not None:
-                tokens = drafts[own].long()
+                tokens = (drafts[own] if paths is None else paths[part]).long()
                 drafted = torch.arange(tokens.shape[1]) < num_drafted[part, None]
                 times.scatter_add_(1, torch.where(drafted, tokens, 0), drafted.int())
             x, seen = logits[part], (times > 0) | (counts & IN_PROMPT > 0)

@@ -17,6 +17,9 @@ Latent attention (`HeadShape.value_dim`) is the same with ROPE: a key's columns 
 product of their own, which is added to that of the others. Its many query heads are cut into parts, which are programs
 of their own as KV heads are; values are as wide as several heads', so tiles have fewer rows.
 
+Nodes of token trees (`TreePaths`) have keys and values of their own in the steps from the last decided tokens on. These
+are at the columns where a chain has them, each row for itself: so a node has the bits of a chain.
+
 With a sliding window, steps and pieces that no row of the tile sees are left out. A row that does not see a step which
 another row sees has the same bits: its largest product stays -inf, and its sums stay exactly 0.
 
@@ -121,6 +124,29 @@ def _load_kv(
 
 
 @triton.jit
+def _load_path(
+    k, v, table, path, slots_ptr, n, decided, last, kv_head, slot_stride, d, rope,
+    BLOCK_SIZE: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, WIDEN: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """The same at the positions n up to `last`, as a node of a tree sees them."""
+    seen, own = n <= last, (n <= last) & (n >= decided)
+    block = tl.load(table + n // BLOCK_SIZE, mask=seen & (n < decided), other=0).to(tl.int64)
+    row = tl.load(path + n - decided, mask=own, other=0)
+    slot = tl.maximum(tl.load(slots_ptr + row, mask=own, other=0), 0).to(tl.int64)
+    slots = tl.where(own, slot, block * BLOCK_SIZE + n % BLOCK_SIZE)[:, None] * slot_stride
+    at, mask = (0 if ROPE else kv_head * D) + slots + d[None, :], seen[:, None] & (d < D)[None, :]
+    keys = tl.load(k + at, mask=mask, other=0.0)
+    if ROPE:
+        values = keys
+        k_rope = tl.load(k + slots + D + rope[None, :], mask=seen[:, None] & (rope < ROPE)[None, :], other=0.0)
+    else:
+        values = tl.load(v + at, mask=mask, other=0.0)
+        k_rope = keys
+    return widen(keys, dtype, WIDEN), k_rope, widen(values, dtype, WIDEN)
+
+
+@triton.jit
 def _branch_piece(
     q, q_rope, branch, slots, num_branches, depth, head_offset, k_ptr, v_ptr, slot_stride, scale, d, d_mask, rope,
     WIDTH: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
@@ -171,12 +197,32 @@ def _store_piece(stats_ptr, partial_ptr, at, d, m, l, acc, valid, mask, D: tl.co
     tl.store(partial_ptr + at[:, None] * D + d[None, :], acc, mask=mask)
 
 
+@triton.jit
+def _end_piece(
+    start, stop, m, sums, acc, m_all, l_all, acc_all, scale, stats_ptr, partial_ptr, first_at, num_items, kv_head, r, d,
+    valid, mask,
+    HKV: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SPLIT_LEN: tl.constexpr,
+):  # fmt: skip
+    """Folds what was summed up if the step at `start` is the last one of its piece; then the next piece begins."""
+    if ((start + BLOCK_N) % SPLIT_LEN == 0) | (start + BLOCK_N >= stop):
+        l = tl.max(sums, axis=1)
+        if num_items > 1:
+            at = ((first_at + start // SPLIT_LEN) * HKV + kv_head).to(tl.int64) * BLOCK_M + r
+            _store_piece(stats_ptr, partial_ptr, at, d, m, l, acc, valid, mask, D)
+        m_all, l_all, acc_all = _fold(m_all, l_all, acc_all, m, l, acc, scale)
+        m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        sums = tl.zeros((BLOCK_M, 16), tl.float32)
+        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    return m, sums, acc, m_all, l_all, acc_all
+
+
 @triton.jit(do_not_specialize=["depth", "num_tiles", "max_items"])
 def _plan_kernel(
     tiles_ptr, query_start_ptr, context_len_ptr, table_rows_ptr, positions_ptr, slots_ptr, items_ptr,
     num_tiles, max_items, depth, programs, capacity,
-    TOKENS: tl.constexpr, BRANCHES: tl.constexpr, WINDOW: tl.constexpr, SPLIT_LEN: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_I: tl.constexpr,
+    TOKENS: tl.constexpr, BRANCHES: tl.constexpr, TREES: tl.constexpr, WINDOW: tl.constexpr, SPLIT_LEN: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     """Shares out the pieces of all tiles: program t writes the work items of tile t, the last one the padding.
 
@@ -205,6 +251,8 @@ def _plan_kernel(
         position = tl.load(context_len_ptr + sequence, mask=live, other=0) - num_queries + first
         end = position + tokens
         lowest = position
+        if TREES:
+            lowest -= first  # a node may be right behind the first query
     pieces = tl.where(live, (end + SPLIT_LEN - 1) // SPLIT_LEN, 0)
     if WINDOW:
         passed = tl.maximum(lowest - WINDOW + 1, 0) // SPLIT_LEN
@@ -255,11 +303,12 @@ def _plan_kernel(
 @triton.jit(do_not_specialize=["depth", "table_stride"])
 def _decode_kernel(
     q_ptr, k, v, k_ptr, v_ptr, out_ptr, partial_ptr, stats_ptr, count_ptr, items_ptr, tables_ptr, positions_ptr,
-    slots_ptr, sinks_ptr, table_stride, slot_stride, scale, v_scale, depth,
+    slots_ptr, sinks_ptr, paths_ptr, decided_ptr, table_stride, slot_stride, scale, v_scale, depth,
     HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, SPLIT_LEN: tl.constexpr,
     WIDTH: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr, WIDEN: tl.constexpr,
     STAGES: tl.constexpr, EARLY: tl.constexpr, LETS_NEXT: tl.constexpr, PLANNED: tl.constexpr,
+    PATHS: tl.constexpr,
 ):  # fmt: skip
     """One item, one KV head. Rows of a tile: its query tokens times the GROUP heads of the KV head.
 
@@ -267,7 +316,7 @@ def _decode_kernel(
     values do not have; HKV and GROUP are those of `columns`. WIDTH: columns for the own tokens of each branch; 0: the
     query tokens are no branches. FIRST: positions before it are not seen. WINDOW: positions that a query sees, its own
     included; 0: all. WIDEN: how KV is read; where it is in fp8, `scale` has the scale of k.
-    PLANNED: items are read before the wait (`Workspace.items`).
+    PLANNED: items are read before the wait (`Workspace.items`). PATHS: columns of `paths`; 0: there are no trees.
     """
     if EARLY:
         if LETS_NEXT:
@@ -301,6 +350,8 @@ def _decode_kernel(
     else:
         position = tl.where(valid, first_position + r // GROUP, -1)
         end = first_position + tokens
+        if PATHS:
+            position = tl.load(positions_ptr + row, mask=valid, other=-1)
     d = tl.arange(0, BLOCK_D)
     d_mask = d < D
     flat = (row * (HKV * GROUP) + kv_head * GROUP + r % GROUP).to(tl.int64)  # row of [T, heads]
@@ -331,7 +382,12 @@ def _decode_kernel(
     m_all = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_all = tl.zeros((BLOCK_M,), tl.float32)
     acc_all = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for start in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
+    stop_common = stop  # steps from there on are different for each node of a tree
+    if PATHS:
+        decided = tl.load(decided_ptr + first_row)
+        stop_common = tl.minimum(stop, decided // BLOCK_N * BLOCK_N)
+    first_at = place - tile_piece
+    for start in tl.range(begin, stop_common, BLOCK_N, num_stages=STAGES):
         keys, k_rope, values = _load_kv(
             k, v, table, start, stop, kv_head, slot_stride, d, rope, TMA, BLOCK_SIZE, BLOCK_N, D, ROPE, WIDEN, q.dtype
         )
@@ -345,15 +401,32 @@ def _decode_kernel(
             visible = visible & (n[None, :] >= oldest[:, None])
             masked = masked | (start < in_all_windows)
         m, sums, acc = _step(q, q_rope, keys, k_rope, values, masked, visible, scale, ones, m, sums, acc, ROPE)
-        if ((start + BLOCK_N) % SPLIT_LEN == 0) | (start + BLOCK_N >= stop):  # the end of a piece
-            l = tl.max(sums, axis=1)
-            if num_items > 1:
-                at = ((place + start // SPLIT_LEN - tile_piece) * HKV + kv_head).to(tl.int64) * BLOCK_M + r
-                _store_piece(stats_ptr, partial_ptr, at, d, m, l, acc, valid, mask, D)
-            m_all, l_all, acc_all = _fold(m_all, l_all, acc_all, m, l, acc, scale)
-            m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-            sums = tl.zeros((BLOCK_M, 16), tl.float32)
-            acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        m, sums, acc, m_all, l_all, acc_all = _end_piece(
+            start, stop, m, sums, acc, m_all, l_all, acc_all, scale, stats_ptr, partial_ptr, first_at, num_items,
+            kv_head, r, d, valid, mask, HKV, D, BLOCK_M, BLOCK_N, BLOCK_D, SPLIT_LEN,
+        )  # fmt: skip
+    if PATHS:
+        for start in tl.range(tl.maximum(begin, stop_common), stop, BLOCK_N):
+            n = start + tl.arange(0, BLOCK_N)
+            for i in range(tokens):
+                last = tl.load(positions_ptr + first_row + i)
+                if start <= last:
+                    path = paths_ptr + (first_row + i) * PATHS
+                    keys, k_rope, values = _load_path(
+                        k_ptr, v_ptr, table, path, slots_ptr, n, decided, last, kv_head, slot_stride, d,
+                        rope, BLOCK_SIZE, D, ROPE, WIDEN, q.dtype,
+                    )  # fmt: skip
+                    seen = (n <= last) & (n >= FIRST)
+                    if WINDOW:
+                        seen = seen & (n > last - WINDOW)
+                    visible = seen[None, :] & (r // GROUP == i)[:, None]
+                    m, sums, acc = _step(
+                        q, q_rope, keys, k_rope, values, True, visible, scale, ones, m, sums, acc, ROPE
+                    )  # fmt: skip
+            m, sums, acc, m_all, l_all, acc_all = _end_piece(
+                start, stop, m, sums, acc, m_all, l_all, acc_all, scale, stats_ptr, partial_ptr, first_at, num_items,
+                kv_head, r, d, valid, mask, HKV, D, BLOCK_M, BLOCK_N, BLOCK_D, SPLIT_LEN,
+            )  # fmt: skip
     if WIDTH:
         if last_piece == tile_piece + num_pieces:
             m_own, l_own, acc_own = _branch_piece(
@@ -515,6 +588,7 @@ class Workspace:
             _WORKSPACE_PIECES,
             TOKENS=self.tokens,
             BRANCHES=batch.branches is not None,
+            TREES=batch.tree is not None,
             WINDOW=window,
             SPLIT_LEN=SPLIT,
             BLOCK_T=next(size for size in _PLAN_SIZES if size >= num_tiles),
@@ -568,11 +642,8 @@ def paged_attention(
         "TMA": tma,
         "WIDEN": widen_how,
     }
-    if (
-        batch.tiles.shape[1]
-        and widen_how
-        and fp8_attention.takes(heads, q.dtype, k_cache, plain=sinks is None and batch.branches is None)
-    ):
+    plain = sinks is None and batch.branches is None and batch.tree is None
+    if batch.tiles.shape[1] and widen_how and fp8_attention.takes(heads, q.dtype, k_cache, plain=plain):
         items, _ = workspace.items(batch, heads.window, fp8_attention.programs(heads, q.device))
         scratch = workspace.partial, workspace.stats, workspace.count
         fp8_attention.attend(q, out, batch, heads, k_cache, v_cache, items, scratch, *softmax)
@@ -582,9 +653,10 @@ def paged_attention(
         if batch.branches is not None:
             depth, width = batch.branches.depth, triton.next_power_of_2(batch.branches.slots_per_branch)
             width = max(_MMA_COLUMNS, width)
+        paths, decided = batch.tree or (None, None)
         _decode_kernel[(programs, len(items))](
             *(q, k, v, k_cache, v_cache, out, workspace.partial, workspace.stats, workspace.count, items),
-            *(batch.block_tables, batch.positions, batch.slot_mapping, sinks),
+            *(batch.block_tables, batch.positions, batch.slot_mapping, sinks, paths, decided),
             *(table_stride, slot_stride, *softmax, depth),
             **shape,
             BLOCK_M=tile_rows(heads, False),
@@ -594,6 +666,7 @@ def paged_attention(
             num_warps=_PREFILL_WARPS if rope_dim else _DECODE_WARPS,
             LETS_NEXT=lets_next,
             PLANNED=planned,
+            PATHS=0 if paths is None else paths.shape[1],
             **early_launch(q.device),
         )
     if batch.prefill_tiles is not None:

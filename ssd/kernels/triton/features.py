@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ssd.kernels.state import TreeRows
+
 _COLUMNS = 1024  # of one program
 
 
@@ -21,9 +23,12 @@ def _shift_kernel(
     mapping_ptr,
     start_ptr,
     out_mapping_ptr,
+    before_ptr,
+    last_ptr,
     WIDTH: tl.constexpr,
     KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
+    TREE: tl.constexpr,
 ):
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -33,9 +38,12 @@ def _shift_kernel(
     slot = tl.load(slots_ptr + work, mask=real, other=0)
     first = tl.load(query_start_ptr + work, mask=real, other=0) == row
     position = tl.load(positions_ptr + row)
-    at = (slot * KEPT + (position + KEPT - 1) % KEPT).to(tl.int64) * WIDTH
+    place, above = (position + KEPT - 1) % KEPT, row - 1
+    if TREE:
+        place, above = tl.load(last_ptr + slot), tl.load(before_ptr + row)
+    at = (slot * KEPT + place).to(tl.int64) * WIDTH
     kept = tl.load(kept_ptr + at + column, mask=inside & real & first, other=0.0)
-    own = tl.load(fused_ptr + (row - 1).to(tl.int64) * WIDTH + column, mask=inside & real & (first == 0), other=0.0)
+    own = tl.load(fused_ptr + above.to(tl.int64) * WIDTH + column, mask=inside & real & (first == 0), other=0.0)
     tl.store(hidden_ptr + row.to(tl.int64) * WIDTH + column, tl.where(first, kept, own), mask=inside)
     known = real & (position > tl.load(start_ptr + slot))
     tl.store(out_mapping_ptr + row, tl.where(known, tl.load(mapping_ptr + row), -1), mask=tl.program_id(1) == 0)
@@ -49,18 +57,25 @@ def _keep_kernel(
     slots_ptr,
     query_start_ptr,
     positions_ptr,
+    starts_ptr,
     WIDTH: tl.constexpr,
     KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
+    TREE: tl.constexpr,
 ):
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     work = tl.load(row_work_ptr + row)
     real = work >= 0
     slot = tl.load(slots_ptr + work, mask=real, other=0)
-    last = row >= tl.load(query_start_ptr + work + 1, mask=real, other=0) - KEPT
+    end = tl.load(query_start_ptr + work + 1, mask=real, other=0)
+    place, last = tl.load(positions_ptr + row) % KEPT, row >= end - KEPT
+    if TREE:
+        node = tl.load(starts_ptr + work, mask=real, other=0) < 0
+        place = tl.where(node, row - tl.load(query_start_ptr + work, mask=real, other=0), 0)
+        last = node | (row == end - 1)
     mask = (column < WIDTH) & real & last
-    at = (slot * KEPT + tl.load(positions_ptr + row) % KEPT).to(tl.int64) * WIDTH
+    at = (slot * KEPT + place).to(tl.int64) * WIDTH
     own = tl.load(fused_ptr + row.to(tl.int64) * WIDTH + column, mask=mask, other=0.0)
     tl.store(kept_ptr + at + column, own, mask=mask)
 
@@ -75,16 +90,20 @@ def shift_and_keep(
     slot_mapping: torch.Tensor,
     start: torch.Tensor,
     kept: torch.Tensor,
+    tree: TreeRows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Per row the feature of the position before it (0 for padding), and where its KV is written.
 
     That is the row before it, or for the first row of a sequence what was kept: `kept` [slots, positions, width] holds
     that of position p at p modulo their number. KV of positions up to `start` (per slot) is written nowhere. Then the
-    features of the last positions of every sequence are kept.
+    features of the last positions of every sequence are kept. `tree`: those of all rows of a sequence that decodes are
+    kept, in the order of the rows, and of a prompt the last one, as the first.
     """
     hidden, mapping = torch.empty_like(fused), torch.empty_like(slot_mapping)
     grid = len(fused), triton.cdiv(fused.shape[1], _COLUMNS)
     rows, sizes = (row_work, slots, query_start, positions), (fused.shape[1], kept.shape[1], _COLUMNS)
-    _shift_kernel[grid](fused, kept, hidden, *rows, slot_mapping, start, mapping, *sizes)
-    _keep_kernel[grid](fused, kept, *rows, *sizes)
+    starts, before, last = tree or (None, None, None)
+    of_tree = tree is not None
+    _shift_kernel[grid](fused, kept, hidden, *rows, slot_mapping, start, mapping, before, last, *sizes, of_tree)
+    _keep_kernel[grid](fused, kept, *rows, starts, *sizes, of_tree)
     return hidden, mapping

@@ -89,6 +89,7 @@ def _adjust_kernel(
     drafts_stride,
     vocab_size,
     DRAFTED: tl.constexpr,
+    PATHS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -108,8 +109,9 @@ def _adjust_kernel(
         counts = tl.load(counts_ptr + slot * vocab_size + token, mask=inside, other=0)
         times = counts >> 2
         if DRAFTED:
+            drafted = drafts_ptr + (row if PATHS else slot) * drafts_stride
             for i in range(tl.load(num_drafted_ptr + row)):
-                times += (token == tl.load(drafts_ptr + slot * drafts_stride + i)).to(tl.int32)
+                times += (token == tl.load(drafted + i)).to(tl.int32)
         repetition = tl.load(repetition_ptr + column)
         penalised = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
         x = tl.where((times > 0) | ((counts & 1) != 0), penalised, x)
@@ -127,16 +129,19 @@ def adjust(
     positions: torch.Tensor,
     num_drafted: torch.Tensor | None,
     drafts: torch.Tensor | None,
+    paths: torch.Tensor | None,
 ) -> None:
     """Bias, penalties and min_tokens on logits [R, V], in place. The tables of `columns` must be allocated."""
     rows, vocab_size = logits.shape
     if not rows:
         return
+    drafts = drafts if paths is None else paths
     _adjust_kernel[(rows, triton.cdiv(vocab_size, _BLOCK))](
         *(logits, slots, positions, num_drafted, drafts, columns.repetition, columns.presence, columns.frequency),
         *(columns.min_length, columns.flags, columns.bias, columns.counts),
         *(logits.stride(0), columns.flags.stride(0), 0 if drafts is None else drafts.stride(0), vocab_size),
         DRAFTED=num_drafted is not None,
+        PATHS=paths is not None,
         BLOCK=_BLOCK,
         num_warps=_warps(rows),
     )

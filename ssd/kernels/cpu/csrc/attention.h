@@ -8,7 +8,9 @@
  * With a window, chunks before it are skipped.  In latent attention, whose one KV head has many query heads, a task has a part of
  * these.
  * With `slots`, every row is the newest token of a branch: it sees the positions that its sequence's branches share, then `depth`
- * + 1 slots of its own, the last of them slots[row] (-1: padding, sees nothing), in chunks counted from the first. */
+ * + 1 slots of its own, the last of them slots[row] (-1: padding, sees nothing), in chunks counted from the first.
+ * With `paths`, rows may be nodes of trees: position p from decided[row] on is in slots[paths[row][p - decided[row]]].  Chunks
+ * with such positions are loaded row by row; all are where they would be in a chain. */
 #define CH 64        /* absolute positions of a chunk */
 #define AQ ATTENTION_QUERIES /* of a tile */
 #define AP 4         /* key positions of a score tile */
@@ -50,14 +52,22 @@ struct softmax { /* of the queries of a task */
     struct partial to;
 };
 
-/* Positions [from, n) of the chunk at `start`, which without a table is a slot.  The rows of a head are far apart: a
- * machine does not foresee the next one. */
+INLINE int is_branch(const struct attention_args *a) { return a->slots && !a->paths; }
+
+/* where a row's position is that is not decided */
+INLINE long path_slot(const struct attention_args *a, long row, long position) {
+    return max_l(0, a->slots[a->paths[row * a->path_columns + position - a->decided[row]]]);
+}
+
+/* Positions [from, n) of the chunk at `start`, which without a table is a slot, as `row` sees them.  The rows of a head are far
+ * apart: a machine does not foresee the next one. */
 static void load_chunk(const struct attention_args *a, struct chunk *c, const int32_t *table, long kv_head, long start,
-                       long from, long n) {
-    const long bytes = c->bytes;
+                       long from, long n, long row) {
+    const long bytes = c->bytes, decided = a->paths ? a->decided[row] : LONG_MAX;
     long block = (start + from) / a->block_size, in_block = (start + from) % a->block_size, offsets[CH];
     for (long i = from; i < n; i++) {
-        long slot = (table ? table[block] : block) * a->block_size + in_block;
+        long slot = start + i >= decided ? path_slot(a, row, start + i)
+                                         : (table ? table[block] : block) * a->block_size + in_block;
         offsets[i] = slot * a->kv_heads + kv_head;
         if (++in_block == a->block_size) in_block = 0, block++;
     }
@@ -203,6 +213,7 @@ static void attend_chunk(const struct softmax *s, long q0, long q1, long dp, lon
 
 /* how many positions of its sequence a row sees */
 static long shared_positions(const struct attention_args *a, long seq, long row) {
+    if (a->paths) return a->positions[row] + 1;
     if (!a->slots) return a->context_len[seq] - (a->query_start[seq + 1] - row) + 1;
     return a->slots[row] < 0 ? 0 : a->positions[row] - a->depth;
 }
@@ -210,14 +221,14 @@ static long shared_positions(const struct attention_args *a, long seq, long row)
 /* the first position that a row sees; LONG_MAX for padding */
 static long first_seen(const struct attention_args *a, long seq, long row) {
     if (!a->window) return a->first;
-    if (a->slots && a->slots[row] < 0) return LONG_MAX;
+    if (is_branch(a) && a->slots[row] < 0) return LONG_MAX;
     long next = a->slots ? a->positions[row] + 1 : shared_positions(a, seq, row);
     return max_l(a->first, next - a->window);
 }
 
 /* how many slots of its branch a row sees */
 static long own_slots(const struct attention_args *a, long row) {
-    if (!a->slots || a->slots[row] < 0) return 0;
+    if (!is_branch(a) || a->slots[row] < 0) return 0;
     return a->window ? min_l(a->depth + 1, a->window) : a->depth + 1;
 }
 
@@ -228,6 +239,7 @@ struct task {
     long head, heads, queries; /* the first query head and their number; pairs of a row and one of these */
     long begin, end;    /* positions of its sequence that any row sees */
     long first, shared; /* where the first chunk begins, and the chunks of its sequence; then come those of the branches */
+    long common;        /* chunks that are the same for all rows: those of its sequence without nodes of a tree */
     long own, chunks;   /* slots of a branch at most; chunks in all */
     long place;         /* AMX: how far the slots of two rows are apart in a chunk */
     float *partials;    /* results of its chunks; if threads do not share it: of all, and of the last one */
@@ -297,11 +309,10 @@ static void vector_chunks(const struct task *t, long from, long to, float *memor
     load_queries(t, s.q);
     for (long number = from; number < to; number++) {
         long start = t->first + number * CH, after = (number - t->shared) * CH;
+        const int32_t *table = a->block_tables + a->table_rows[t->seq] * a->table_stride;
         s.to = begin_partial(t, number);
-        if (number < t->shared) {
-            const int32_t *table = a->block_tables + a->table_rows[t->seq] * a->table_stride;
-            load_chunk(a, &c, table, t->kv_head, start, max_l(0, t->begin - start), min_l(CH, t->end - start));
-        }
+        if (number < t->common)
+            load_chunk(a, &c, table, t->kv_head, start, max_l(0, t->begin - start), min_l(CH, t->end - start), t->row);
         for (long r = 0, next; r < t->rows; r = next) { /* neighbours that see the same of the chunk go together */
             long row = t->row + r, own = own_slots(a, row);
             long begin = max_l(0, first_seen(a, t->seq, row) - start);
@@ -309,9 +320,11 @@ static void vector_chunks(const struct task *t, long from, long to, float *memor
             next = r + 1;
             if (number >= t->shared) {
                 begin = 0, stop = min_l(CH, own - after);
-                if (stop > 0) load_chunk(a, &c, NULL, t->kv_head, a->slots[row] - own + 1 + after, 0, stop);
+                if (stop > 0) load_chunk(a, &c, NULL, t->kv_head, a->slots[row] - own + 1 + after, 0, stop, row);
+            } else if (number >= t->common && stop > begin) {
+                load_chunk(a, &c, table, t->kv_head, start, begin, stop, row);
             }
-            for (; number < t->shared && next < t->rows; next++)
+            for (; number < t->common && next < t->rows; next++)
                 if (max_l(0, first_seen(a, t->seq, t->row + next) - start) != begin ||
                     min_l(CH, shared_positions(a, t->seq, t->row + next) - start) != stop)
                     break;

@@ -52,8 +52,22 @@ static void find_chunk(const struct amx *m, long number, struct amx_chunk *c) {
     const struct attention_args *a = t->a;
     for (long i = 0; i < CH; i++) c->at[i] = -1;
     memset(c->k, 0, sizeof c->k);
+    const int32_t *table = a->block_tables + a->table_rows[t->seq] * a->table_stride;
+    if (a->paths && number >= t->common) { /* of one row of a tree */
+        long r = (number - t->common) % t->rows, row = t->row + r;
+        long start = t->first + (t->common + (number - t->common) / t->rows) * CH;
+        long from = max_l(0, first_seen(a, t->seq, row) - start), n = min_l(CH, shared_positions(a, t->seq, row) - start);
+        for (long i = 0; i < t->rows; i++) c->from[i] = c->stop[i] = 0;
+        c->from[r] = (int)from, c->stop[r] = (int)n, c->n = n <= 0 ? 0 : ceil_div(n, 32) * 32;
+        for (long i = from; i < n; i++) {
+            long position = start + i, in_block = position % a->block_size;
+            long slot = position >= a->decided[row] ? path_slot(a, row, position)
+                                                    : table[position / a->block_size] * a->block_size + in_block;
+            c->at[i] = slot * a->kv_heads + t->kv_head;
+        }
+        return;
+    }
     if (number < t->shared) {
-        const int32_t *table = a->block_tables + a->table_rows[t->seq] * a->table_stride;
         const int in_place = a->first % VL == 0 && a->block_size % VL == 0;
         long start = t->first + number * CH, from = max_l(0, t->begin - start), n = min_l(CH, t->end - start);
         long block = (start + from) / a->block_size, in_block = (start + from) % a->block_size;

@@ -18,10 +18,12 @@ static struct task find_task(const struct attention_args *a, long number) {
         t.own = max_l(t.own, own_slots(a, r));
     }
     t.first = t.begin - (t.begin - a->first) % CH;
-    t.shared = t.first < t.end ? ceil_div(t.end - t.first, CH) : 0;
+    t.shared = t.common = t.first < t.end ? ceil_div(t.end - t.first, CH) : 0;
+    if (a->paths) t.common = max_l(0, min_l(t.common, (a->decided[t.row] - t.first) / CH));
     t.chunks = t.shared + ceil_div(t.own, CH);
     while (amx_attends(a) && t.place < min_l(t.own, CH)) t.place *= 2;
     if (amx_attends(a)) t.chunks = t.shared + ceil_div(t.own, CH) * ceil_div(t.rows, CH / t.place);
+    if (amx_attends(a) && a->paths) t.chunks = t.common + (t.shared - t.common) * t.rows;
     return t;
 }
 
@@ -67,8 +69,14 @@ static int attention_fits(const struct attention_args *a, long seq) {
     long begin = a->query_start[seq], stop = a->query_start[seq + 1], first = LONG_MAX, end = 0;
     if (begin < 0 || begin > stop || stop > a->tokens) return 0;
     for (long row = begin; row < stop; row++) {
+        long next = shared_positions(a, seq, row), decided = a->paths ? a->decided[row] : next;
+        if (next - decided > a->path_columns) return 0;
+        for (long position = decided; position < next; position++)
+            if (outside(a->paths[row * a->path_columns + position - decided], a->tokens) ||
+                path_slot(a, row, position) >= a->cache_blocks * a->block_size)
+                return 0;
         first = min_l(first, first_seen(a, seq, row));
-        end = max_l(end, shared_positions(a, seq, row));
+        end = max_l(end, min_l(next, decided));
         if (own_slots(a, row) && (a->slots[row] < a->depth || a->slots[row] >= a->cache_blocks * a->block_size)) return 0;
     }
     if (end <= first) return 1;

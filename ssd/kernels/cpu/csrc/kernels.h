@@ -149,8 +149,10 @@ struct paged_attention { /* see attention.h */
     long tokens, sequences, tables, columns, table_stride, heads; /* tables, columns: of the block tables */
     float scale;        /* of the scores, with that of the keys */
     const float *sinks; /* of the heads: scores that have no value; NULL: none */
-    const int32_t *positions, *slots; /* NULL: no branches */
-    long depth;
+    const int32_t *positions, *slots; /* NULL: neither branches nor trees */
+    long depth;                       /* of branches */
+    const int32_t *paths, *decided;   /* of trees: [tokens][path_columns], [tokens]; NULL: no trees */
+    long path_columns;
     long first;  /* positions before it are not seen */
     long window; /* positions that a row sees, its own included; 0: all */
     int bf16;
@@ -207,6 +209,31 @@ struct accept {
     const int32_t *chosen, *slots, *first_row, *num_logits;
     int32_t *out;
     long rows, works, vocab_size;
+};
+
+/* Trees: parents and path are [num_slots][width], path has the nodes that were accepted last. */
+struct place_nodes {
+    struct state;
+    const int32_t *parents, *row_work, *slots, *starts, *query_start, *slot_mapping, *logit_rows;
+    int32_t *positions, *paths, *shared, *before;                     /* of rows */
+    int32_t *decided_slot, *decided, *num_drafted, *path_tokens;      /* of logit rows */
+    long rows, works, logits, depth;
+};
+
+struct accept_node {
+    struct state;
+    const int32_t *parents;
+    int32_t *path;
+    const int32_t *chosen, *slots, *first_row, *num_logits, *decided_slot;
+    int32_t *out;
+    long rows, works, vocab_size;
+};
+
+struct move_accepted { /* caches: of each tensor its address, and the bytes of a token */
+    struct state;
+    const int32_t *path, *slots, *first_row, *tables;
+    const int64_t *caches;
+    long works, table_columns, block_size, num_caches;
 };
 
 struct stage {

@@ -69,6 +69,98 @@ int ssd_accept(const void *given, int threads) {
     return 0;
 }
 
+/* Trees.  Node i of a sequence's draft is row 1 + i of its work, and in the slot of that place behind the last decided token; it
+ * is a node only if that slot exists, and its ancestors come before it and are no more than `depth` - 1. */
+#define NO_NODES (1 << 30) /* as the first position that is not decided */
+
+int ssd_place_nodes(const void *given, int threads) {
+    const struct place_nodes *a = given;
+    const long depth = a->depth;
+    for (long row = 0; row < a->rows; row++) {
+        long work = a->row_work[row];
+        a->shared[row] = NO_NODES, a->before[row] = (int32_t)max_l(0, row - 1);
+        if (work < 0 || a->starts[work] >= 0) continue;
+        if (work >= a->works || outside(a->slots[work], a->num_slots)) return 1;
+        const int32_t *parents = a->parents + a->slots[work] * a->width;
+        long first = a->query_start[work], node = row - first - 1, above = 0;
+        if (node >= a->width) return 1;
+        for (long i = node, parent; i >= 0; i = parent) {
+            parent = parents[i];
+            if (parent < -1 || parent >= i || ++above > depth) {
+                above = 0;
+                break;
+            }
+        }
+        long base = a->length[a->slots[work]] - 1;
+        a->positions[row] = (int32_t)(base + above), a->shared[row] = (int32_t)(base + 1);
+        a->before[row] = (int32_t)(above ? first + 1 + parents[node] : first);
+        for (long i = node, place = above; place > 0; i = parents[i])
+            a->paths[row * depth + --place] = (int32_t)(first + 1 + i);
+    }
+    for (long i = 0; i < a->logits; i++) {
+        long row = a->logit_rows[i], work = row < 0 ? -1 : a->row_work[row];
+        if (work < 0 || a->starts[work] >= 0) continue;
+        long slot = a->slots[work], first = a->query_start[work], above = a->positions[row] + 1 - a->length[slot];
+        if (row > first && (!above || a->slot_mapping[row] < 0)) a->decided_slot[i] = -1;
+        a->decided[i] = a->positions[row] + 1, a->num_drafted[i] = (int32_t)above;
+        for (long j = 0; j < above; j++)
+            a->path_tokens[i * depth + j] = a->drafts[slot * a->width + a->paths[row * depth + j] - first - 1];
+    }
+    return 0;
+}
+
+int ssd_accept_node(const void *given, int threads) {
+    const struct accept_node *a = given;
+    const long width = a->width;
+    int32_t *length = a->length;
+    for (long work = 0; work < a->works; work++) {
+        long slot = a->slots[work], first = a->first_row[work], count = a->num_logits[work], accepted = 0;
+        int32_t *row = a->out + work * (3 + 3 * width), *new_tokens = row + 2;
+        memset(row, 0, (size_t)(3 + 3 * width) * 4);
+        if (first < 0) continue;
+        if (outside(slot, a->num_slots) || count < 1 || count > width + 1 || first + count > a->rows) return 1;
+        if (length[slot] < 0) return 1;
+        const int32_t *draft = a->drafts + slot * width, *parents = a->parents + slot * width;
+        int32_t *text = a->token_ids + slot * a->columns, *path = a->path + slot * width;
+        new_tokens[0] = (int32_t)min_l(a->chosen[first], a->vocab_size - 1);
+        for (long i = 0, node = -1; i < count - 1; i++) {
+            if (parents[i] != node || draft[i] != new_tokens[accepted] || a->decided_slot[first + 1 + i] < 0) continue;
+            path[accepted++] = (int32_t)(node = i);
+            new_tokens[accepted] = (int32_t)min_l(a->chosen[first + 1 + i], a->vocab_size - 1);
+        }
+        for (long i = 0; i <= accepted && length[slot] < a->columns; i++)
+            text[length[slot]++] = (int32_t)max_l(new_tokens[i], 0);
+        a->num_accepted[slot] = (int32_t)accepted;
+        row[0] = (int32_t)accepted + 1;
+        row[1] = a->origin[slot];
+        memcpy(row + 3 + width, draft, (size_t)(count - 1) * 4);
+        memcpy(row + 3 + 2 * width, path, (size_t)accepted * 4);
+    }
+    return 0;
+}
+
+int ssd_move_accepted(const void *given, int threads) {
+    const struct move_accepted *a = given;
+    for (long work = 0; work < a->works; work++) {
+        if (a->first_row[work] < 0) continue;
+        long slot = a->slots[work], accepted = a->num_accepted[slot], first = a->length[slot] - accepted - 1;
+        const int32_t *path = a->path + slot * a->width, *table = a->tables + slot * a->table_columns;
+        if (a->length[slot] >= a->columns) continue; /* far beyond the sequence's end */
+        for (long j = 0; j < accepted; j++) {
+            long from = first + path[j], to = first + j, block = from / a->block_size;
+            if (from == to || block >= table[0]) continue;
+            from = table[1 + block] * a->block_size + from % a->block_size;
+            to = table[1 + to / a->block_size] * a->block_size + to % a->block_size;
+            for (long i = 0; i < a->num_caches; i++) {
+                char *cache = (char *)(intptr_t)a->caches[2 * i];
+                long size = a->caches[2 * i + 1];
+                memcpy(cache + to * size, cache + from * size, (size_t)size);
+            }
+        }
+    }
+    return 0;
+}
+
 int ssd_stage(const void *given, int threads) {
     const struct stage *a = given;
     const long width = a->width, reads = a->reads;

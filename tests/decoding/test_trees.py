@@ -1,0 +1,99 @@
+"""Token trees: whatever tree is proposed, the text is that of plain decoding.
+
+Over a suspicious decoder, which reads the KV of every node and, in later rounds, that of what was accepted.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from conftest import TestModel, mostly_slow
+from engine_machine import EngineMachine
+from hypothesis import HealthCheck, settings
+from random_requests import MAX_LEN, Asked, Models, check_answers, make_models, play, random_requests
+
+from ssd import LLM, RequestOutput
+
+Alone = Callable[[int, int], list[RequestOutput]]
+_CHECKS = list(HealthCheck)
+
+
+class TreeMachine(EngineMachine):
+    """The random life of an engine whose drafts are trees."""
+
+    trees = True
+
+
+class InFlightTreeMachine(TreeMachine):
+    """The same with a round always in flight."""
+
+    run_ahead = True
+
+
+TreeMachine.TestCase.settings = settings(stateful_step_count=30, suppress_health_check=_CHECKS)
+TestTreeMachine = TreeMachine.TestCase
+InFlightTreeMachine.TestCase.settings = settings(stateful_step_count=30, suppress_health_check=_CHECKS)
+TestInFlightTreeMachine = InFlightTreeMachine.TestCase
+
+
+class LongTreeMachine(InFlightTreeMachine):
+    """More of them, and longer ones."""
+
+
+LongTreeMachine.TestCase.settings = settings(
+    max_examples=300, stateful_step_count=50, deadline=None, suppress_health_check=_CHECKS
+)
+TestLongTreeMachine = pytest.mark.slow(LongTreeMachine.TestCase)
+
+
+# --- over models ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def models(make_model: Callable[[str], TestModel], tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return make_models(make_model, tmp_path_factory.mktemp("noisy"))
+
+
+@pytest.fixture(scope="module")
+def alone(models: Models) -> Iterator[Alone]:
+    """What the requests of a seed are answered by plain decoding."""
+    with LLM(models.target, device="cpu", max_model_len=MAX_LEN, max_num_seqs=8, prefix_caching=False) as llm:
+        known: dict[tuple[int, int], list[RequestOutput]] = {}
+
+        def answer(count: int, seed: int) -> list[RequestOutput]:
+            if (count, seed) not in known:
+                requests = [Asked(asked.prompt, asked.params) for asked in random_requests(count, seed)]
+                known[count, seed] = llm.driver.call(lambda engine: play(engine, requests))
+            return known[count, seed]
+
+        yield answer
+
+
+MEMORY: dict[str, dict[str, Any]] = {
+    "little": {"max_num_seqs": 4, "block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 24},
+    "none to spare": {"max_num_seqs": 8, "block_size": 4, "num_kv_blocks": 18, "max_num_batched_tokens": 60},
+    "one at a time": {"max_num_seqs": 1, "block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 30},
+    "large blocks": {"max_num_seqs": 16, "block_size": 16, "max_num_batched_tokens": 512},
+}
+
+
+@pytest.mark.parametrize(
+    ("draft", "memory", "run_ahead"),
+    mostly_slow(
+        list(itertools.product(("head", "mtp-head", "block"), MEMORY, (False, True))),
+        fast={("head", "little", True), ("mtp-head", "one at a time", False), ("block", "large blocks", False)},
+    ),
+)
+def test_everything_at_once(models: Models, alone: Alone, draft: str, memory: str, run_ahead: bool) -> None:
+    """Random requests with all parameters, aborts, preemptions and a prefix cache: the texts of plain decoding."""
+    speculation = {"mode": "sd", "draft": models.drafts[draft], "k": 3, "tree": 7}
+    options = MEMORY[memory] | {"device": "cpu", "max_model_len": MAX_LEN}
+    with LLM(models.target, speculation=speculation, **options) as llm:
+        llm.driver.call(lambda engine: setattr(engine.round, "run_ahead", run_ahead))
+        for seed in range(2):
+            requests = random_requests(10, seed)
+            outputs = llm.driver.call(lambda engine, r=requests, s=seed: play(engine, r, preempt=0.03, seed=s))
+            check_answers(requests, outputs, alone(10, seed))

@@ -1,0 +1,118 @@
+"""The trees that EAGLE heads and block drafts write are the best ones, by the logits of a plain implementation.
+
+That holds only if every beam reads the KV and hidden states of its own path, and if those of what was accepted are
+where the next draft begins. Wrong ones cost nothing but speed: nobody would notice.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from block_drafts import Block, make_block
+from conftest import TestModel, mostly_slow, ragged_prompts
+from eagle_heads import Head, make_head
+from eagle_observers import FEW
+
+from ssd import LLM, SamplingParams
+from ssd.core import Proposal, Work
+from ssd.drafting.fan_out import RANKS
+from ssd.sampling import noise
+
+PROMPTS = ragged_prompts(5, longest=40)
+NODES, DEPTH = 7, 3
+SHARE = 0.97  # of the trees: sums are taken in another order, so a close choice may be another one
+Paths = set[tuple[int, ...]]
+
+
+def best_tree(draft: Head | Block, tokens: Seq[int], params: SamplingParams, seed: int) -> Paths:
+    """The paths of all nodes, taken from the best to the worst."""
+    found: Paths = set()
+    heap: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    while len(found) <= NODES:
+        cost, path = heapq.heappop(heap)
+        found.add(path)
+        if len(path) == DEPTH:
+            continue
+        count = DEPTH if isinstance(draft, Block) else len(path) + 1  # a block depends on how many it writes
+        logits = draft.draft(tokens, count, None, path)[1][len(path)].clone()
+        if params.logit_bias:
+            logits[[token for token in range(len(logits)) if token not in FEW]] = -torch.inf
+        if params.temperature:
+            key = noise.position_key(seed, len(tokens) + len(path))
+            logits = logits / params.temperature + noise.gumbel([key], len(logits), logits.device)[0]
+        values, chosen = logits.topk(RANKS)
+        for score, token in zip(values.log_softmax(0).tolist(), chosen.tolist(), strict=True):
+            if score > -torch.inf:
+                heapq.heappush(heap, (cost - score, (*path, token)))
+    return found - {()}
+
+
+class SeenTrees:
+    """The trees of a drafter as it writes them to the SequenceState, each beside the best one."""
+
+    def __init__(self, llm: LLM, draft: Head | Block) -> None:
+        self.seen: list[tuple[Paths, Paths]] = []
+        self.accepted: list[int] = []  # before them
+        self._state, self._draft = llm.engine.round.target.state, draft
+        self._propose = llm.engine.round.drafter.propose
+        llm.engine.round.drafter.propose = self.propose  # type: ignore[method-assign]
+
+    def propose(self, works: Seq[Work]) -> list[Proposal]:
+        proposals = self._propose(works)
+        assert self._state.tree is not None
+        for work, proposal in zip(works, proposals, strict=True):
+            if proposal.num_tokens < NODES:  # near the end of a text
+                continue
+            paths: list[tuple[int, ...]] = []
+            both = (each[work.slot].tolist() for each in (self._state.drafts, self._state.tree.parents))
+            for token, parent in zip(*both, strict=True):
+                paths.append((*(paths[parent] if parent >= 0 else ()), token))
+            sequence = work.sequence
+            best = best_tree(self._draft, sequence.tokens, sequence.params, sequence.seed)
+            self.seen.append((set(paths), best))
+            self.accepted.append(sequence.last_accepted)
+        return proposals
+
+
+HEADS: dict[str, dict[str, Any]] = {"": {}, "norms": {"norm_before_residual": True, "norm_output": True}}
+BLOCKS: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "dflash2": {"second": True},
+    "vanilla": {"layout": "deepspec", "markov": "vanilla"},
+    "rnn": {"layout": "speculators", "markov": "rnn"},
+}
+
+
+@pytest.mark.parametrize("kind", mostly_slow([*HEADS, *BLOCKS], fast={"", "rnn", "dflash2"}))
+def test_trees_are_the_best_ones(make_model: Callable[[str], TestModel], tmp_path: Path, kind: str) -> None:
+    """At T = 0 and above, with chunks of prompts, several sequences and accepted paths of all lengths."""
+    target = make_model("llama-tied" if kind in HEADS else "qwen3")
+    draft: Head | Block
+    if kind in HEADS:
+        draft = make_head(target, tmp_path / "head", **HEADS[kind])
+    else:
+        draft = make_block(target, tmp_path / "block", **BLOCKS[kind])
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_num_seqs": 3, "block_size": 4}
+    options |= {"max_num_batched_tokens": 40, "max_model_len": 100}
+    speculation = {"mode": "sd", "draft": draft.path, "k": DEPTH, "tree": NODES}
+    bias = dict.fromkeys(FEW, 100.0) if kind != "dflash2" else {}  # which leaves a few tokens of its own choice
+    params = [
+        SamplingParams(temperature=(0.0, 1.0, 0.7)[i % 3], seed=i, logit_bias=bias, max_new_tokens=26, ignore_eos=True)
+        for i in range(len(PROMPTS))
+    ]
+    with LLM(target.path, speculation=speculation, **options) as llm:
+        trees = SeenTrees(llm, draft)
+        outputs = llm.generate(PROMPTS, params)
+        assert llm.engine.metrics.drafter_failures == 0
+    with LLM(target.path, **options) as llm:
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in llm.generate(PROMPTS, params)]
+    assert len(trees.seen) > 20
+    assert not bias or {0, 1, 2} <= set(trees.accepted)
+    others = [pair for pair in trees.seen if pair[0] != pair[1]]
+    assert len(others) <= (1 - SHARE) * len(trees.seen), others
