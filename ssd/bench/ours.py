@@ -57,7 +57,8 @@ class Method:
         if mode != SUFFIX and draft is None:
             raise ConfigError(f"method {text!r} needs a draft: name one with --draft")
         look_up = {"suffix", "suffix_cache_tokens"}
-        known = {SUFFIX: {"suffix_cache_tokens"}, "sd": {"acceptance", "saguaro_c", "draft_quantization"} | look_up}
+        of_sd = {"acceptance", "saguaro_c", "draft_quantization", "tree"} | look_up
+        known = {SUFFIX: {"suffix_cache_tokens"}, "sd": of_sd}
         names = known.get(mode, options.keys() - look_up)
         chosen: dict[str, Any] = {
             "mode": "sd" if mode == SUFFIX else mode,
@@ -162,7 +163,7 @@ def our_contenders(
     hits: float | None = None,
     **options: Any,
 ) -> list[OurContender]:
-    """Contenders of all methods, on one engine, plus one engine for every method with a draft in a worker.
+    """Contenders of all methods, on one engine, plus one engine for every method with a draft in a worker, or draft trees.
 
     `accept`: acceptance that is drawn, as `rates_of` takes it. `hits`: share of drafts that were prepared, likewise.
     On a CPU they all have `torch.get_num_threads()` cores: a draft in a process of its own has one of them.
@@ -170,15 +171,17 @@ def our_contenders(
     apart = [method for method in methods if _in_process(method, str(options.get("device", "auto")))]
     if apart and hits is not None:
         raise ConfigError("hits: only of a draft in the target's process, --placement stream or inline")
-    together = [method for method in methods if method not in apart]
+    alone = [method for method in methods if method in apart or "tree" in method.speculation]
+    together = [method for method in methods if method not in alone]
     found: dict[str, OurContender] = {}
     if together:
         wanted = [SpeculationConfig.of(method.speculation) for method in together]
         llm = LLM(model, max_num_seqs=batch, speculation=_covering(wanted), **options)
         for method, speculation in zip(together, wanted, strict=True):
             found[method.name] = OurContender(method.name, llm, _drafter(llm, speculation), _threads(llm))
-    for method in apart:
-        llm = LLM(model, max_num_seqs=batch, speculation=method.speculation | {"placement": "process"}, **options)
+    for method in alone:
+        placement = {"placement": "process"} if method in apart else {}
+        llm = LLM(model, max_num_seqs=batch, speculation=method.speculation | placement, **options)
         drafter = llm.engine.round.drafter
         cores = drafter.cores if method.speculation["mode"] == "ssd" else 0  # "auto" has all of them in rounds of SD
         found[method.name] = OurContender(method.name, llm, drafter, _threads(llm, cores), cores)

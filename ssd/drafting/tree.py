@@ -50,7 +50,8 @@ class DraftTrees:
         n, width = len(self._first), len(logits) // len(self._first)
         tokens, scores = self._sampler.best(logits, rows, needs, RANKS)
         scores = scores.log_softmax(-1).nan_to_num(-torch.inf)[:, : self.beams]
-        tokens = tokens[:, : self.beams].clamp(min=0)
+        # Rows of padding, and those of kernels that are only compiled, may have anything.
+        tokens = tokens[:, : self.beams].clamp(min=0, max=self.state.vocab_size - 1)
         if self._scores:
             scores = scores.view(n, width, -1) + self._best[:, :, None]
             above = self._chosen[:, :, None].expand(-1, -1, self.beams).reshape(n, -1)
@@ -78,7 +79,8 @@ class DraftTrees:
         chosen = order[:, : self.nodes]
         behind = above.gather(1, chosen)
         parents = torch.where(behind < 0, -1, place.gather(1, behind.clamp(min=0))).int()
-        self.state.drafts[slots, : chosen.shape[1]] = tokens.gather(1, chosen)
-        self.parents[slots, : chosen.shape[1]] = parents
-        self.parents[slots, chosen.shape[1] :] = self.nodes  # fewer candidates than nodes: no node has this parent
-        self.state.origin[slots] = origin
+        left = self.nodes - chosen.shape[1]  # fewer candidates than nodes: no node has the parent of the others
+        rows = slots.long()
+        self.parents.index_copy_(0, rows, torch.nn.functional.pad(parents, (0, left), value=self.nodes))
+        self.state.drafts.index_copy_(0, rows, torch.nn.functional.pad(tokens.gather(1, chosen), (0, left)))
+        self.state.origin.index_fill_(0, rows, origin)
