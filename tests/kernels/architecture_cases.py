@@ -228,8 +228,7 @@ def test_latent_attention(architecture: int, dtype: torch.dtype, num_heads: int)
     workspace = attention.Workspace([heads], META)
     workspace.capability = divmod(architecture, 10)
     q, cache = empty(8, num_heads, 576, dtype=dtype), empty(64, 64, 1, 576, dtype=dtype)
-    tree = TreePaths(ints(8, 5), ints(8))
-    for own in (batch(prefill=True), batch(), batch(branches=Branches(3, 8)), batch(tree=tree)):
+    for own in (batch(prefill=True), batch(), batch(branches=Branches(3, 8))):
         attention.paged_attention(q, own, heads, cache, cache, workspace)
     angles = empty(512, 32, dtype=torch.float32)
     rope = Rope(angles, angles, k_norm=empty(512, dtype=dtype), eps=1e-6)
