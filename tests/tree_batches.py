@@ -53,6 +53,8 @@ class Tree:
         slots = [self.slot(self.table, p) for p in range(decided + NODES)]
         for cache in (self.k, self.v):
             cache.flatten(0, 1)[slots] = torch.randn(len(slots), *shape[2:]).to(device, stored)
+        if heads.latent_dim:  # latent attention: values are the first columns of keys
+            self.v = self.k
         self.q = torch.randn(1 + NODES, heads.num_heads, heads.head_dim).to(device, dtype)
 
     def slot(self, table: list[int], position: int) -> int:

@@ -73,6 +73,11 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     )
     speculation = sized(speculation, draft, device)
     config = replace(config, device=str(device), speculation=speculation)
+    latent = any(layer.attention.heads(1).latent_dim for layer in set(checkpoint.config.layers))
+    if speculation.tree is not None and latent and device.type == "cuda":
+        raise ConfigError(
+            f"speculation tree={speculation.tree}: a GPU's kernels have no trees over latent attention; leave it out"
+        )
     apart, own_device = speculation.placement == "process", speculation.draft_device not in (None, str(device))
     here = draft if not apart or speculation.mode == "auto" else None
     copies = speculation.draft_replicas if apart and not own_device else 0

@@ -34,6 +34,7 @@ CASES = [
     (torch.bfloat16, HeadShape(6, 2, 32, window=97), False),
     (torch.float32, HeadShape(4, 4, 32, window=3), False),
     (torch.bfloat16, HeadShape(8, 2, 64), True),
+    (torch.float32, HeadShape(6, 1, 48, latent_dim=32), False),
 ]
 
 
@@ -69,6 +70,7 @@ def test_paths_to_what_is_not_there(row: int, value: int) -> None:
             *[(n, HeadShape(4, 2, 32, window=97), BLOCK_SIZE) for n in (100, 600)],
             *[(n, HeadShape(16, 2, 64), 64) for n in (505, 513)],
             (510, HeadShape(4, 2, 32, first_position=1), BLOCK_SIZE),
+            (513, HeadShape(8, 1, 48, latent_dim=32), BLOCK_SIZE),
         ],
         fast={(511, HeadShape(4, 2, 32), BLOCK_SIZE), (600, HeadShape(4, 2, 32, window=97), BLOCK_SIZE)},
     ),
