@@ -86,7 +86,7 @@ class SpeculationConfig:
     tree: int | None = option(
         None,
         "sd with a head or a block draft: nodes of the draft tree of a sequence, whose paths have up to k "
-        "tokens. None: a chain of k tokens.",
+        "tokens. None: a chain of k tokens. On a CPU only.",
         least=2,
         most=64,
     )

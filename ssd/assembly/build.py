@@ -52,7 +52,7 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     tokenizer = checkpoint.tokenizer()
     device = resolve_device(config.device)
     check_split(checkpoint.config, config.tensor_parallel_size)
-    if device.type == "cuda" and config.speculation.tree is not None:
+    if device.type == "cuda" and config.speculation.tree is not None:  # over latent attention no kernel has them
         raise ConfigError(
             f"speculation tree={config.speculation.tree}: draft trees are not proven exact on GPUs yet: leave it out, "
             "or use device='cpu'"
@@ -73,11 +73,6 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     )
     speculation = sized(speculation, draft, device)
     config = replace(config, device=str(device), speculation=speculation)
-    latent = any(layer.attention.heads(1).latent_dim for layer in set(checkpoint.config.layers))
-    if speculation.tree is not None and latent and device.type == "cuda":
-        raise ConfigError(
-            f"speculation tree={speculation.tree}: a GPU's kernels have no trees over latent attention; leave it out"
-        )
     apart, own_device = speculation.placement == "process", speculation.draft_device not in (None, str(device))
     here = draft if not apart or speculation.mode == "auto" else None
     copies = speculation.draft_replicas if apart and not own_device else 0

@@ -163,7 +163,7 @@ def our_contenders(
     hits: float | None = None,
     **options: Any,
 ) -> list[OurContender]:
-    """Contenders of all methods, on one engine, plus one engine for every method with a draft in a worker, or draft trees.
+    """Contenders of all methods, on one engine, but one for every method with a draft in a worker or with trees.
 
     `accept`: acceptance that is drawn, as `rates_of` takes it. `hits`: share of drafts that were prepared, likewise.
     On a CPU they all have `torch.get_num_threads()` cores: a draft in a process of its own has one of them.

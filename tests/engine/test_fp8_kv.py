@@ -22,6 +22,7 @@ from ssd.assembly.open import open_checkpoint
 from ssd.config import EngineConfig
 from ssd.errors import UnsupportedModel
 from ssd.execution.runner import ModelRunner
+from ssd.grafts.shapes import SHAPES
 from ssd.models import persistent
 
 FP8 = torch.float8_e4m3fn
@@ -183,9 +184,11 @@ def test_half_the_memory(model: TestModel, caplog: pytest.LogCaptureFixture) -> 
 
 def test_a_gpu_needs_16_bits() -> None:
     config, cuda = EngineConfig("m", kv_cache_dtype="fp8"), torch.device("cuda")
-    assert kv_dtype(config, torch.float16, cuda) == FP8
+    assert kv_dtype(config, SHAPES["qwen3-8b"], torch.float16, cuda) == FP8
     with pytest.raises(ConfigError, match="use dtype='bfloat16'"):
-        kv_dtype(config, torch.float32, cuda)
+        kv_dtype(config, SHAPES["qwen3-8b"], torch.float32, cuda)
+    with pytest.raises(ConfigError, match="latent attention"):
+        kv_dtype(config, SHAPES["glm-4.7-flash"], torch.bfloat16, cuda)
 
 
 def test_the_kernel_of_a_draft_step_refuses_it(scaled: str) -> None:

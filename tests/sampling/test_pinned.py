@@ -66,7 +66,7 @@ def test_choices_are_drafts_as_often_as_the_rates_say() -> None:
 def test_an_engine_accepts_as_much_as_it_is_told_to(mode: str) -> None:
     speculation = {"mode": mode, "draft": "tiny-llama-draft", "k": K}
     speculation |= {"placement": "inline", "budget": 4} if mode == "ssd" else {}
-    params = SamplingParams(max_new_tokens=150, ignore_eos=True, temperature=1.0, seed=3)
+    params = SamplingParams(max_new_tokens=100, ignore_eos=True, temperature=1.0, seed=3)
     with LLM("tiny-llama", device="cpu", max_model_len=256, speculation=speculation) as llm:
         for rates, expected in (([1.0] * K, K + 1.0), ([0.0] * K, 1.0), (rates_of((3.0,), K), 3.0)):
             llm.driver.call(lambda engine, rates=rates: pin(engine.round.target, rates))
