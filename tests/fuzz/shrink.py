@@ -76,6 +76,7 @@ def _smaller(number: int, least: int) -> Iterator[int]:
 
 def _simpler_speculation(speculation: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for names in (
+        {"tree"},
         {"draft_replicas"},
         {"acceptance"},
         {"budget"},
