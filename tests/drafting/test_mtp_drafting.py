@@ -48,7 +48,7 @@ def texts(llm: LLM, temperature: float) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("kind", mostly_slow(KINDS, fast=["qwen3"]))
-@pytest.mark.parametrize("mode", ["sd", "ssd"])
+@pytest.mark.parametrize("mode", mostly_slow(["sd", "ssd"], fast={"ssd"}))
 def test_texts_are_those_of_plain_decoding_and_drafts_those_of_a_plain_implementation(
     make_model: Callable[[str], TestModel], tmp_path: Path, kind: str, mode: str
 ) -> None:
@@ -77,8 +77,8 @@ def test_texts_are_those_of_plain_decoding_and_drafts_those_of_a_plain_implement
     "speculation",
     [
         {"mode": "auto", "k": "auto", "placement": "inline"},
-        {"mode": "ssd", "k": 4, "acceptance": "rejection"},
-        {"mode": "sd", "k": 4, "draft_quantization": "int8"},
+        pytest.param({"mode": "ssd", "k": 4, "acceptance": "rejection"}, marks=pytest.mark.slow),
+        pytest.param({"mode": "sd", "k": 4, "draft_quantization": "int8"}, marks=pytest.mark.slow),
     ],
     ids=lambda value: value["mode"],
 )

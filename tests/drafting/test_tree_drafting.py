@@ -89,7 +89,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", mostly_slow([*HEADS, *BLOCKS], fast={"", "rnn", "dflash2"}))
+@pytest.mark.parametrize("kind", mostly_slow([*HEADS, *BLOCKS], fast={"rnn"}))
 def test_trees_are_the_best_ones(make_model: Callable[[str], TestModel], tmp_path: Path, kind: str) -> None:
     """At T = 0 and above, with chunks of prompts, several sequences and accepted paths of all lengths."""
     target = make_model("llama-tied" if kind in HEADS else "qwen3")

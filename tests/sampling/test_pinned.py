@@ -75,6 +75,7 @@ def test_an_engine_accepts_as_much_as_it_is_told_to(mode: str) -> None:
             assert per_round == pytest.approx(expected, rel=0.15)
 
 
+@pytest.mark.slow
 def test_hits_are_drawn_too() -> None:
     """With a draft whose outcomes are known else: a look-up misses as often as wanted."""
     speculation = {"mode": "ssd", "draft": "tiny-llama-draft", "k": K, "budget": 8, "placement": "inline"}
