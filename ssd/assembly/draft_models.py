@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
 from ssd.assembly.device import kv_block_size
@@ -21,11 +19,10 @@ from ssd.models.block import BlockCheckpoint
 from ssd.models.checkpoint import Checkpoint, HFCheckpoint
 from ssd.models.decoder import Decoder
 from ssd.models.feature_draft import FeatureCheckpoint
-from ssd.models.mtp import MTPCheckpoint, names_in
+from ssd.models.mtp import MTPCheckpoint
 from ssd.parallel.tensor import TensorParallel
 from ssd.text.tokenizer import Tokenizer
 
-log = logging.getLogger("ssd")
 _MAX_BRANCHES = 256  # of a whole batch
 
 
@@ -34,8 +31,6 @@ def open_draft(
 ) -> Checkpoint | FeatureCheckpoint | None:
     """The checkpoint of the draft model or head, or None; ConfigError if it does not fit the target."""
     name = speculation.draft_model
-    if name != MTP and isinstance(target, HFCheckpoint) and names_in(target.path) is not None:
-        log.info('%s has an MTP head: speculation={"mode": "sd", "draft": "mtp"} drafts with it', target.path.name)
     if name is None:
         return None
     draft = _own_head(target) if name == MTP else open_feature_draft(name)

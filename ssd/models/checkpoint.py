@@ -168,11 +168,19 @@ class HFCheckpoint:
         return self._of_model(stored_in(weight_files(self.path)))
 
     def _of_model(self, weights: Weights) -> Weights:
+        return single_experts(self._without_heads(_with_prefix(weights, self.config.tensor_prefix)), self.config)
+
+    def _without_heads(self, weights: Weights) -> Weights:
         """Without the tensors of MTP heads, which are drafts (`ssd.models.mtp`)."""
-        first = self.config.num_layers
-        heads = tuple(f"model.layers.{i}." for i in range(first, first + self.mtp_heads))
-        own = _with_prefix(weights, self.config.tensor_prefix)
-        return single_experts((each for each in own if not each[0].startswith(("mtp.", *heads))), self.config)
+        first, found = self.config.num_layers, False
+        heads = "mtp.", *(f"model.layers.{i}." for i in range(first, first + self.mtp_heads))
+        for name, tensor in weights:
+            if name.startswith(heads):
+                found = True
+            else:
+                yield name, tensor
+        if found:
+            log.info('%s has an MTP head: speculation={"mode": "sd", "draft": "mtp"} drafts with it', self.path.name)
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.path)
