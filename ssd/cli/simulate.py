@@ -6,19 +6,20 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.box import SIMPLE
 from rich.table import Table
 
-from ssd.bench import drawing
 from ssd.cli.console import JSON_FILE, report_console, write_json
 from ssd.cli.options import Flags, Given, command, flag_of
 from ssd.errors import ConfigError
 from ssd.options import options_of
 from ssd.simulation.config import SimulationConfig
-from ssd.simulation.run import Figures, Point, needs, sweep
+
+if TYPE_CHECKING:
+    from ssd.simulation.run import Point
 
 HELP: Final = """\
 Tell what AR, SD and SSD would give: [bold]tokens per second, latencies, shares of the time, and costs[/], on GPUs \
@@ -63,7 +64,6 @@ _TITLES: Final = {
     "cost": "cost of 1M tokens",
 }
 _KINDS: Final = (".png", ".svg")
-_SHOWABLE: Final = [each.name for each in fields(Figures) if each.name != "mode"]
 
 
 @command
@@ -83,13 +83,17 @@ def simulate(
     *,
     settings: Annotated[Given, Flags(SimulationConfig)],
 ) -> None:
+    from ssd.bench import drawing
+    from ssd.simulation.run import Figures, needs, sweep
+
     varied = dict(map(_sweep, sweeps or []))
     if plot is not None:
         drawing.check_file("plot", plot, _KINDS)
         if not varied:
             raise ConfigError("plot: there is no --sweep to draw")
-    if show not in _SHOWABLE:
-        raise ConfigError(f"show={show!r}: must be one of {', '.join(_SHOWABLE)}")
+    showable = [each.name for each in fields(Figures) if each.name != "mode"]
+    if show not in showable:
+        raise ConfigError(f"show={show!r}: must be one of {', '.join(showable)}")
     console = report_console(json_file)
     if not varied and not settings.keys() - {"prompt", "tokens"}:
         rows = needs(SimulationConfig(model, **settings))
@@ -152,6 +156,8 @@ def _number(value: float | None) -> str:
 
 def _drawn(points: Seq[Point], show: str, kind: str) -> bytes:
     """A line for each mode and each combination of the values of further sweeps."""
+    from ssd.bench import drawing
+
     figure = drawing.new_figure(6.4, 3.8)
     axes = figure.subplots()
     x, *others = points[0].values

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from ssd.config import K_DEFAULT
 from ssd.errors import ConfigError
 from ssd.options import option, options_of, validate
 from ssd.sampling import rates
 from ssd.simulation.hardware import GPUS
-from ssd.simulation.rounds import Mode
+
+if TYPE_CHECKING:
+    from ssd.simulation.rounds import Mode
 
 MODES: Final[tuple[Mode, ...]] = ("ar", "sd", "ssd")
 _GPU: Final = "|".join(GPUS)
