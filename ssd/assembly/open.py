@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
 
+from ssd.config import MTP
 from ssd.errors import ConfigError, ModelNotFound, UnsupportedModel
 from ssd.grafts.draft_graft import DraftGraft
 from ssd.grafts.graft import GraftCheckpoint
@@ -59,9 +60,22 @@ def open_feature_draft(draft: str, field: str = "speculation draft") -> FeatureC
         found = open_feature_draft(base, field) if base else None
         return None if found is None else DraftGraft.of(found, shape)
     path = model_path(draft, field)
+    kind = _kind_in(path)
+    return None if kind is None else kind.open(path)
+
+
+def feature_draft_kind(draft: str) -> type[FeatureCheckpoint] | None:
+    """What kind of draft on the target's features this is, of a graft that of its base; None: something else."""
+    if draft == MTP:
+        return MTPCheckpoint
+    base = draft.removeprefix(GRAFT_PREFIX).rpartition("@")[0] if draft.startswith(GRAFT_PREFIX) else draft
+    return _kind_in(model_path(base, "speculation draft")) if base else None
+
+
+def _kind_in(path: Path) -> type[FeatureCheckpoint] | None:
     config = path / "config.json"
     kind = draft_kind(read_json(config)) if config.is_file() else None
-    return None if kind is None else _FEATURE_DRAFTS[kind].open(path)
+    return None if kind is None else _FEATURE_DRAFTS[kind]
 
 
 def model_path(name: str, field: str = "model") -> Path:

@@ -12,10 +12,10 @@ import torch
 
 from ssd.assembly.device import resolve_device
 from ssd.assembly.drafters import drafter_of
-from ssd.assembly.open import open_feature_draft
+from ssd.assembly.open import feature_draft_kind
 from ssd.assembly.placement import placed
 from ssd.bench.answers import Answer, Prompt, RequestSettings
-from ssd.config import MTP, SUFFIX, SpeculationConfig
+from ssd.config import SUFFIX, SpeculationConfig
 from ssd.core import Outcome, RequestOutput, SamplingParams, Work
 from ssd.decoding.drafter import Drafter
 from ssd.decoding.observer import RoundObserver
@@ -57,8 +57,8 @@ class Method:
         if mode != SUFFIX and draft is None:
             raise ConfigError(f"method {text!r} needs a draft: name one with --draft")
         look_up = {"suffix", "suffix_cache_tokens"}
-        of_sd = {"acceptance", "saguaro_c", "draft_quantization", "tree"} | look_up
-        known = {SUFFIX: {"suffix_cache_tokens"}, "sd": of_sd}
+        of_sd = {"k_max", "acceptance", "saguaro_c", "draft_quantization", "tree"} | look_up
+        known = {SUFFIX: {"k_max", "suffix_cache_tokens"}, "sd": of_sd}
         names = known.get(mode, options.keys() - look_up)
         chosen: dict[str, Any] = {
             "mode": "sd" if mode == SUFFIX else mode,
@@ -213,7 +213,7 @@ def _in_process(method: Method, device: str) -> bool:
     if method.speculation["mode"] not in ("ssd", "auto") or placement not in ("auto", "process"):
         return False
     draft = method.speculation.get("draft")
-    if placement == "auto" and draft is not None and (draft == MTP or open_feature_draft(str(draft)) is not None):
+    if placement == "auto" and draft is not None and feature_draft_kind(str(draft)) is not None:
         return False
     return placement == "process" or device == "cpu" or (device == "auto" and not torch.cuda.is_available())
 
@@ -227,9 +227,9 @@ def _covering(wanted: Seq[SpeculationConfig]) -> SpeculationConfig:
     ahead = [s for s in with_model if s.mode in ("ssd", "auto")]
     deepest = max(s.lookahead for s in wanted)
     if not ahead:
-        return replace(with_model[0], k=deepest)
+        return replace(with_model[0], k=deepest, k_max=None)
     widest = max(ahead, key=lambda s: max(s.budgets))
-    return replace(widest, k=deepest, fan_out="adaptive", fan_out_hit=None, fan_out_miss=None)
+    return replace(widest, k=deepest, k_max=None, fan_out="adaptive", fan_out_hit=None, fan_out_miss=None)
 
 
 def _drafter(llm: LLM, speculation: SpeculationConfig) -> Drafter:

@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from typing import Any, Final, NamedTuple
 
 from ssd.assembly.device import resolve_device
-from ssd.assembly.open import open_checkpoint, open_feature_draft
+from ssd.assembly.open import feature_draft_kind, open_checkpoint
 from ssd.assembly.placement import placed
 from ssd.bench.answers import NO_PROGRESS, Progress, RequestSettings
 from ssd.bench.comparison import Asked, Comparison, Verification
@@ -26,7 +26,7 @@ from ssd.bench.ours import answer_of
 from ssd.bench.record import origin
 from ssd.bench.run import workloads_of
 from ssd.bench.serve import Result
-from ssd.config import K_DEFAULT, MTP, SUFFIX, SpeculationConfig
+from ssd.config import K_DEFAULT, SUFFIX, SpeculationConfig
 from ssd.core import SamplingParams
 from ssd.decoding.drafter import Drafter
 from ssd.drafting.controller import DepthController
@@ -103,9 +103,9 @@ def _speculation(config: BenchConfig) -> SpeculationConfig:
     speculation = SpeculationConfig.of({**config.speculation, "mode": "auto", "draft": config.draft})
     if speculation.draft_model is None:
         return speculation
-    draft = None if speculation.draft_model == MTP else open_feature_draft(speculation.draft_model)
+    kind = feature_draft_kind(speculation.draft_model)
     device, ranks = resolve_device(config.engine.get("device", "auto")), config.engine.get("tensor_parallel_size", 1)
-    head, prepares = speculation.draft_model == MTP or draft is not None, not isinstance(draft, BlockCheckpoint)
+    head, prepares = kind is not None, kind is not BlockCheckpoint
     ssd = placed(replace(speculation, mode="ssd"), device, head=head, prepares=prepares, ranks=ranks)
     return replace(ssd, mode="auto")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import json
@@ -34,6 +35,7 @@ from ssd.bench.run import _header, run, slower
 from ssd.bench.workload import Workload, encode, load_workload
 from ssd.cli import console
 from ssd.cli.main import app
+from ssd.drafting.controller import DepthController
 from ssd.errors import ConfigError, SSDError
 from ssd.grafts.shapes import SHAPES
 
@@ -253,6 +255,17 @@ def test_methods_are_spelled() -> None:
             methods_of(wrong, "d", 4, {})
     with pytest.raises(ConfigError, match="needs a draft"):
         Method.parse("sd", None, 4, {})
+
+
+def test_the_deepest_draft_of_k_auto_is_an_option_of_every_method() -> None:
+    options = {"device": "cpu", "max_model_len": 128}
+    methods = methods_of("sd:auto", "tiny-llama-draft", 4, {"k_max": 3})
+    [contender] = our_contenders("tiny-llama", methods, batch=1, **options)
+    with contextlib.closing(contender):
+        assert isinstance(contender.drafter, DepthController)
+        assert {arm.k for arm in contender.drafter._arms} == {0, 1, 2, 3}
+    with pytest.raises(ConfigError, match='k_max=3 is for k="auto"'):
+        our_contenders("tiny-llama", methods_of("sd:2", "tiny-llama-draft", 4, {"k_max": 3}), batch=1, **options)
 
 
 def test_sizes_are_spelled() -> None:
