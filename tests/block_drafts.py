@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TestModel
+from first_drafts import write_draft
 from safetensors.torch import save_file
 
-from ssd import LLM, SamplingParams
-from ssd.drafting.block import BlockRunner
+from ssd import LLM
 from ssd.drafting.choice import TokenChoice
 
 Layout = Literal["dflash", "deepspec", "speculators"]
@@ -146,12 +146,7 @@ def first_draft(
     speculation = {"mode": "sd", "draft": draft, "k": count}
     with patch.context() as context, LLM(model, device="cpu", dtype="float32", speculation=speculation) as llm:
         context.setattr(TokenChoice, "_keep", spy)
-        drafter: Any = llm.engine.round.drafter
-        runner: BlockRunner = drafter.model.runner
-        llm.engine.round.target.runner.logits_of(tokens[:-1], 1)  # type: ignore[attr-defined]
-        runner.state.append(0, len(tokens) - 1, tokens[-1:], 0)
-        runner.write([0], [SamplingParams(temperature=0.0)], count, 1)
-        return runner.state.drafts[0].tolist(), seen
+        return write_draft(llm, tokens, count), seen
 
 
 def _rotate(x: torch.Tensor, first: int) -> torch.Tensor:

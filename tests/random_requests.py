@@ -6,12 +6,14 @@ Whoever serves them must answer each with what plain decoding writes for it alon
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import random
 import shutil
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from conftest import VOCAB, TestModel
 from eagle_heads import make_head
 from mtp_heads import make_mtp
 
-from ssd import SamplingParams
+from ssd import LLM, SamplingParams
 from ssd.core import Origin, Outcome, RequestOutput, Status, Work
 from ssd.decoding.drafter import Drafter
 from ssd.decoding.observer import RoundObserver
@@ -30,6 +32,7 @@ from ssd.drafting.model import DraftModel
 from ssd.engine.engine import Engine
 
 MAX_LEN = 72
+Alone = Callable[[int, int], list[RequestOutput]]  # answers by number of requests and seed
 UNPENALISED: dict[str, Any] = {  # changes of parameters after which a model's drafts for itself are right
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
@@ -226,3 +229,17 @@ def make_models(make_model: Callable[[str], TestModel], path: Path, kind: str = 
     drafts = {"noisy": str(path), "self": target.path, "stranger": stranger.path, "head": head.path}
     drafts |= {"block": block.path, "mtp-head": make_mtp(target, path / "mtp", "nextn").path}
     return Models(target.path, drafts)
+
+
+@contextmanager
+def plain_decoding(models: Models) -> Iterator[Callable[[Seq[Asked]], list[RequestOutput]]]:
+    """Answers requests, all of which are there at once, with every round committed at once."""
+    with LLM(models.target, device="cpu", max_model_len=MAX_LEN, max_num_seqs=8, prefix_caching=False) as llm:
+        yield lambda asked: llm.driver.call(lambda engine: play(engine, [Asked(a.prompt, a.params) for a in asked]))
+
+
+@contextmanager
+def answers_alone(models: Models) -> Iterator[Alone]:
+    """What the requests of a seed are answered by plain decoding."""
+    with plain_decoding(models) as answer:
+        yield functools.cache(lambda count, seed: answer(random_requests(count, seed)))

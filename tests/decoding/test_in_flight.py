@@ -23,9 +23,10 @@ from hypothesis.stateful import rule
 from random_requests import (
     MAX_LEN,
     UNPENALISED,
-    Asked,
+    Alone,
     Models,
     VerifiedDrafts,
+    answers_alone,
     check_answers,
     make_models,
     play,
@@ -33,7 +34,7 @@ from random_requests import (
 )
 
 from ssd import LLM, SamplingParams
-from ssd.core import MODEL_WRITTEN, Origin, RequestOutput
+from ssd.core import MODEL_WRITTEN, Origin
 
 # --- over a suspicious decoder ----------------------------------------------------------------------------------------
 
@@ -158,8 +159,6 @@ def test_a_flush_leaves_nothing_in_flight() -> None:
 
 # --- over models ------------------------------------------------------------------------------------------------------
 
-Alone = Callable[[int, int], list[RequestOutput]]
-
 
 @pytest.fixture(scope="module")
 def models(make_model: Callable[[str], TestModel], tmp_path_factory: pytest.TempPathFactory) -> Models:
@@ -169,15 +168,7 @@ def models(make_model: Callable[[str], TestModel], tmp_path_factory: pytest.Temp
 @pytest.fixture(scope="module")
 def alone(models: Models) -> Iterator[Alone]:
     """What the requests of a seed are answered by plain decoding with every round committed at once."""
-    with LLM(models.target, device="cpu", max_model_len=MAX_LEN, max_num_seqs=8, prefix_caching=False) as llm:
-        known: dict[tuple[int, int], list[RequestOutput]] = {}
-
-        def answer(count: int, seed: int) -> list[RequestOutput]:
-            if (count, seed) not in known:
-                requests = [Asked(asked.prompt, asked.params) for asked in random_requests(count, seed)]
-                known[count, seed] = llm.driver.call(lambda engine: play(engine, requests))
-            return known[count, seed]
-
+    with answers_alone(models) as answer:
         yield answer
 
 

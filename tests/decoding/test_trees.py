@@ -13,11 +13,10 @@ import pytest
 from conftest import TestModel, mostly_slow
 from engine_machine import EngineMachine
 from hypothesis import HealthCheck, settings
-from random_requests import MAX_LEN, Asked, Models, check_answers, make_models, play, random_requests
+from random_requests import MAX_LEN, Alone, Models, answers_alone, check_answers, make_models, play, random_requests
 
-from ssd import LLM, RequestOutput
+from ssd import LLM
 
-Alone = Callable[[int, int], list[RequestOutput]]
 _CHECKS = list(HealthCheck)
 
 
@@ -60,15 +59,7 @@ def models(make_model: Callable[[str], TestModel], tmp_path_factory: pytest.Temp
 @pytest.fixture(scope="module")
 def alone(models: Models) -> Iterator[Alone]:
     """What the requests of a seed are answered by plain decoding."""
-    with LLM(models.target, device="cpu", max_model_len=MAX_LEN, max_num_seqs=8, prefix_caching=False) as llm:
-        known: dict[tuple[int, int], list[RequestOutput]] = {}
-
-        def answer(count: int, seed: int) -> list[RequestOutput]:
-            if (count, seed) not in known:
-                requests = [Asked(asked.prompt, asked.params) for asked in random_requests(count, seed)]
-                known[count, seed] = llm.driver.call(lambda engine: play(engine, requests))
-            return known[count, seed]
-
+    with answers_alone(models) as answer:
         yield answer
 
 

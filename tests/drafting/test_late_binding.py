@@ -27,11 +27,11 @@ from fakes import make_sequence
 from random_requests import (
     MAX_LEN,
     UNPENALISED,
-    Asked,
     Models,
     VerifiedDrafts,
     check_answers,
     make_models,
+    plain_decoding,
     play,
     random_requests,
 )
@@ -79,9 +79,8 @@ def models(make_model: Callable[[str], TestModel], tmp_path_factory: pytest.Temp
 
 @pytest.fixture(scope="module")
 def alone(models: Models) -> list[RequestOutput]:
-    with LLM(models.target, device="cpu", max_model_len=MAX_LEN, max_num_seqs=8, prefix_caching=False) as llm:
-        requests = [Asked(asked.prompt, asked.params) for asked in random_requests(COUNT, 0)]
-        return llm.driver.call(lambda engine: play(engine, requests))
+    with plain_decoding(models) as answer:
+        return answer(random_requests(COUNT, 0))
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from random_requests import (
     VerifiedDrafts,
     check_answers,
     make_models,
+    plain_decoding,
     play,
     random_requests,
 )
@@ -206,9 +207,8 @@ def repetitive(requests: Seq[Asked]) -> list[Asked]:
 
 @pytest.fixture(scope="module")
 def alone(models: Models) -> list[RequestOutput]:
-    with LLM(models.target, device="cpu", max_model_len=MAX_LEN, max_num_seqs=8, prefix_caching=False) as llm:
-        requests = [Asked(asked.prompt, asked.params) for asked in repetitive(random_requests(COUNT, 0))]
-        return llm.driver.call(lambda engine: play(engine, requests))
+    with plain_decoding(models) as answer:
+        return answer(repetitive(random_requests(COUNT, 0)))
 
 
 @contextmanager

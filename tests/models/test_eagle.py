@@ -13,17 +13,17 @@ import torch
 from bits import same_bits
 from conftest import TestModel, mostly_slow
 from eagle_heads import Layout, make_head
+from first_drafts import steps_of_heads, write_draft
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from ssd import LLM, SamplingParams
 from ssd.cli.main import app
-from ssd.drafting.runner import DraftRunner
 from ssd.errors import ConfigError, SSDError, UnsupportedModel
 from ssd.grafts.shapes import SHAPES
 from ssd.layers.spec import RopeConfig
 from ssd.models.config import equal_layers
-from ssd.models.eagle import EagleCheckpoint, EagleHead
+from ssd.models.eagle import EagleCheckpoint
 
 K = 5
 TOKENS = [3, 141, 59, 265, 35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 288, 41, 97, 169, 39, 93]
@@ -52,22 +52,9 @@ def test_hidden_states_and_logits_are_those_of_a_plain_implementation(
     target = make_model(kind)
     head = make_head(target, tmp_path / "head", layout, **options)
     tokens, logits, states = head.draft(TOKENS, K)
-    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    call = EagleHead.__call__
-
-    def spy(self: EagleHead, *args: Any) -> torch.Tensor:
-        found = call(self, *args)
-        seen.append((found[0].clone(), self.hidden[0].clone()))
-        return found
-
-    monkeypatch.setattr(EagleHead, "__call__", spy)
-    with LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": head.path, "k": K}) as llm:
-        drafter: Any = llm.engine.round.drafter
-        runner: DraftRunner = drafter.model.runner
-        llm.engine.round.target.runner.logits_of(TOKENS[:-1], 1)  # type: ignore[attr-defined]
-        runner.state.append(0, len(TOKENS) - 1, TOKENS[-1:], 0)
-        runner.write([0], [SamplingParams(temperature=0.0)], K, 1)
-        assert runner.state.drafts[0].tolist() == tokens
+    speculation = {"mode": "sd", "draft": head.path, "k": K}
+    with steps_of_heads(monkeypatch) as seen, LLM(target.path, device="cpu", speculation=speculation) as llm:
+        assert write_draft(llm, TOKENS, K) == tokens
     for (ours, own_state), theirs, state in zip(seen, logits, states, strict=True):
         assert torch.equal(ours.isinf(), theirs.isinf())
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import TestModel, mostly_slow
+from first_drafts import steps_of_heads, write_draft
 from mtp_heads import Layout, make_mtp
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from ssd import LLM, SamplingParams
 from ssd.cli.main import app
-from ssd.drafting.runner import DraftRunner
 from ssd.errors import ConfigError, SSDError, UnsupportedModel
-from ssd.models.mtp import MTPHead
 
 K = 5
 TOKENS = [3, 141, 59, 265, 35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 288, 41, 97, 169, 39, 93]
@@ -44,22 +43,9 @@ def test_hidden_states_and_logits_are_those_of_a_layer_of_transformers(
     """
     head = make_mtp(make_model(kind), tmp_path / "head", layout)
     tokens, logits, states = head.draft(TOKENS, K)
-    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    call = MTPHead.__call__
-
-    def spy(self: MTPHead, *args: Any) -> torch.Tensor:
-        found = call(self, *args)
-        seen.append((found[0].clone(), self.hidden[0].clone()))
-        return found
-
-    monkeypatch.setattr(MTPHead, "__call__", spy)
-    with LLM(head.model, device="cpu", speculation={"mode": "sd", "draft": head.path, "k": K}) as llm:
-        drafter: Any = llm.engine.round.drafter
-        runner: DraftRunner = drafter.model.runner
-        llm.engine.round.target.runner.logits_of(TOKENS[:-1], 1)  # type: ignore[attr-defined]
-        runner.state.append(0, len(TOKENS) - 1, TOKENS[-1:], 0)
-        runner.write([0], [SamplingParams(temperature=0.0)], K, 1)
-        assert runner.state.drafts[0].tolist() == tokens
+    speculation = {"mode": "sd", "draft": head.path, "k": K}
+    with steps_of_heads(monkeypatch) as seen, LLM(head.model, device="cpu", speculation=speculation) as llm:
+        assert write_draft(llm, TOKENS, K) == tokens
     assert len(seen) == K
     for (ours, own_state), theirs, state in zip(seen, logits, states, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

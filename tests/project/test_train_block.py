@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import lzma
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -13,8 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from block_drafts import first_draft
-
-from ssd import LLM, SamplingParams
+from toy_training import check_draft, train_twice
 
 ROOT = Path(__file__).parents[2]
 SIZES = "--steps 12 --batch 2 --anchors 3 --writers 40 --write-batches 1 --written 16 --report 5"
@@ -72,22 +70,10 @@ def test_a_trained_draft_runs_with_its_target(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From text to drafts, with toy numbers; a second start has nothing left to train."""
-    rows = [{"text": f"Page {i} of a book."} for i in range(40)] + [{"prompt": "2 + 2?", "response": "4"}]
-    with lzma.open(tmp_path / "toy.jsonl.xz", "wt", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    places = ["--data", str(tmp_path), "--work", str(tmp_path), "--out", str(tmp_path), "--device", "cpu"]
-    for _ in range(2):
-        script.main([*places, *SIZES.split(), "--family", "llama"])
+    train_twice(script, tmp_path, SIZES)
     printed = capsys.readouterr().out
     assert "acceptance by position" in printed
     assert [line for line in printed.splitlines() if "llama, step" in line][-1].startswith("llama, step 10: loss")
     losses = json.loads((tmp_path / "llama-block-losses.json").read_text())
     assert [step for step, _ in losses] == [10, 12]
-    prompt, params = "Page 3 of", SamplingParams(max_new_tokens=12, ignore_eos=True)
-    with LLM("tiny-llama", device="cpu") as llm:
-        expected = llm.generate(prompt, params)[0].token_ids
-    speculation = {"mode": "sd", "draft": str(tmp_path / "tiny-llama-block"), "k": 3}
-    with LLM("tiny-llama", device="cpu", speculation=speculation) as llm:
-        output = llm.generate(prompt, params)[0]
-    assert output.token_ids == expected
-    assert output.metrics.drafted > 0
+    check_draft(tmp_path / "tiny-llama-block")
