@@ -53,10 +53,10 @@ class TritonOps(SharedOps):
         if rows is not None and not experts and fp8_linear.takes(codes, dtype, rows):
             values = codes.values.view(torch.float8_e4m3fn).contiguous()
             return Fp8Weight(values, codes.scales[:, 0].contiguous(), gated, rows)
-        strips = expert_rows.fits(codes, experts) if codes.type == "fp4" else not experts
-        weights = packing.is_widened(codes)
-        if weights or (codes.type == "int4" and not experts):
-            strips = strips and grouped_rows.supports(codes, dtype)
+        weights = packing.is_widened(codes, experts)
+        strips = not experts or expert_rows.fits(codes, experts)
+        if not experts and (weights or codes.type == "int4"):
+            strips = grouped_rows.supports(codes, dtype)
             weights = weights or strips
         packed = packing.pack(codes, dtype, strips=strips, weights=weights)
         self._copies_ahead |= packed.strips and not experts
