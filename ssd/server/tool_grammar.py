@@ -69,7 +69,7 @@ class _Grammar:
     def _free_text(self, first: str, rest: str) -> list[str]:
         """Text with calls in it, or in place of it."""
         parser = self._parser
-        repeat = "*" if self._parallel and not parser.section[0] else "?"
+        repeat = "*" if self._parallel else "?"
         if parser.bare:
             return [f"start: {first} {rest} | TEXT?", r"TEXT: /[^\s{][\s\S]*/"]
         tag = parser.begins()[0]
