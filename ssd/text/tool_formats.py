@@ -81,7 +81,6 @@ class GlmParser(ToolParser):
     closing = "</tool_call>"
     inner = (KEY, KEY_END, VALUE, VALUE_END)
     tail = ""
-    separator = "\n"
 
     @classmethod
     def teaches(cls, chat_template: str) -> bool:
