@@ -14,18 +14,38 @@ from block_drafts import Markov, first_draft, make_block
 from conftest import TestModel, mostly_slow
 from eagle_observers import Drafts
 from fakes import wait_until_idle
+from first_drafts import write_draft
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 from ssd import LLM, SamplingParams
 from ssd.assembly.open import open_checkpoint, open_feature_draft
 from ssd.cli.main import app
+from ssd.core import Origin
 from ssd.errors import ConfigError, UnsupportedModel
 from ssd.grafts.shapes import SHAPES
 from ssd.layers.spec import RopeConfig
 from ssd.models.block import BlockCheckpoint, BlockConfig
 from ssd.models.config import equal_layers
 from ssd.models.feature_draft import FeatureCheckpoint
+
+
+class Launches(TorchDispatchMode):
+    """The operations of torch inside `with` that compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.__name__.split(".")[0]
+        made = name in ("empty", "empty_strided")
+        if name.endswith("_") or not (made or result.untyped_storage()._cdata == args[0].untyped_storage()._cdata):
+            self.names.add(name)
+        return result
+
 
 K = 5
 TOKENS = [3, 141, 59, 265, 35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 288, 41, 97, 169, 39, 93]
@@ -115,6 +135,23 @@ def test_each_draft_is_that_of_the_text_before_it(
     assert len(observer.seen) > 2
     for draft, wanted in observer.seen:
         assert draft == wanted
+
+
+@pytest.mark.parametrize(("options", "others"), [(KINDS[0][1], set()), (KINDS[2][1], {"add"})])
+def test_a_draft_is_launched_by_kernels_alone(
+    make_model: Callable[[str], TestModel], tmp_path: Path, options: dict[str, Any], others: set[str]
+) -> None:
+    """Between the upload of slots and the copy to the host torch makes views, and adds up what a Markov head says.
+    Catches an operation of torch per draft or per place, each of which is a launch on a GPU."""
+    target = make_model("qwen3")
+    block = make_block(target, tmp_path / "block", **options)
+    with LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": block.path, "k": K}) as llm:
+        write_draft(llm, TOKENS, K)
+        runner = llm.engine.round.drafter.model.runner  # type: ignore[attr-defined]
+        _, write = runner._block(runner.shapes.of(1, 1, [SamplingParams(temperature=0.0)]), K, Origin.DRAFT)
+        with Launches() as launches:
+            write()
+    assert launches.names == others
 
 
 @pytest.mark.parametrize(
