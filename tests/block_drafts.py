@@ -40,11 +40,17 @@ class Block:
     num_layers: int = 2
 
     def draft(
-        self, tokens: Seq[int], count: int, allowed: Seq[int] | None = None, forced: Seq[int] = ()
+        self,
+        tokens: Seq[int],
+        count: int,
+        allowed: Seq[int] | None = None,
+        forced: Seq[int] = (),
+        chances: list[float] | None = None,
     ) -> tuple[list[int], list[torch.Tensor]]:
         """The greedy draft after some tokens, and the logits (of the target's vocabulary) of each of its tokens.
 
-        `allowed`: the only tokens that may be written. `forced`: the first ones, whatever the draft says.
+        `allowed`: the only tokens that may be written. `forced`: the first ones, whatever the draft says. `chances`
+        gets what a confidence head says of each.
         """
         w, queries = self.weights, count + (not self.anchored)
         context = _norm(F.linear(self._features(tokens[:-1]), w["fc.weight"]), w["hidden_norm.weight"])
@@ -57,6 +63,10 @@ class Block:
         written, found, before = [], [], tokens[-1]
         state = torch.zeros(w["markov_head.markov_w1.weight"].shape[1] if self.markov else 0)
         for h in states:
+            if chances is not None:
+                e = w["markov_head.markov_w1.weight"][before]
+                score = F.linear(torch.cat((h, e)), w["confidence_head.proj.weight"], w["confidence_head.proj.bias"])
+                chances.append(float(score.sigmoid()))
             logits = F.linear(h, head)
             if self.second:
                 logits = self._selected(self.softcap * (logits / self.softcap).tanh(), before, h)
@@ -133,9 +143,9 @@ class Block:
 
 def first_draft(
     model: str, draft: str, tokens: Seq[int], count: int, patch: pytest.MonkeyPatch
-) -> tuple[list[int], list[torch.Tensor]]:
+) -> tuple[list[int], list[torch.Tensor], list[float]]:
     """The greedy draft that the engine writes after some tokens, which one forward pass of the target has read, and the
-    logits of each of its tokens."""
+    logits and the confidence of each of its tokens."""
     seen: list[torch.Tensor] = []
     keep = TokenChoice._keep
 
@@ -146,7 +156,8 @@ def first_draft(
     speculation = {"mode": "sd", "draft": draft, "k": count}
     with patch.context() as context, LLM(model, device="cpu", dtype="float32", speculation=speculation) as llm:
         context.setattr(TokenChoice, "_keep", spy)
-        return write_draft(llm, tokens, count), seen
+        written = write_draft(llm, tokens, count)
+        return written, seen, llm.engine.round.drafter.model.runner.state.confidence[0].tolist()  # type: ignore[attr-defined]
 
 
 def _rotate(x: torch.Tensor, first: int) -> torch.Tensor:
@@ -217,6 +228,9 @@ def make_block(
         for name in (f"layers.{i}.{part}_conv" for i in range(Block.num_layers) for part in ("attention", "mlp")):
             weights[f"{name}.base_kernel"] = randn(2, TAPS, width, around=0.3)
             weights[f"{name}.kernel_projection.weight"] = 0.2 * randn(2 * TAPS * width // GROUP, width)
+    if markov and layout == "deepspec":
+        weights["confidence_head.proj.weight"] = randn(1, width + rank)
+        weights["confidence_head.proj.bias"] = randn(1)
     follows = layout == "deepspec" or bool(markov) if anchored is None else anchored
     block = Block(str(path), weights, target.reference, layers, vocab - 1, follows, markov, second, 30.0)
     _write(block, layout, block_size, mlp, rank, changes or {})
@@ -250,12 +264,9 @@ def _write(block: Block, layout: Layout, size: int, mlp: int, rank: int, changes
         config["num_target_layers"] = model.num_hidden_layers
     elif layout == "deepspec":
         config = layer | {"architectures": ["Qwen3DSparkModel"], "block_size": size, "target_layer_ids": outputs}
-        config |= {"mask_token_id": block.mask, "enable_confidence_head": True, **markov}
-        width = model.hidden_size
+        config |= {"mask_token_id": block.mask, "enable_confidence_head": bool(markov), **markov}
         weights["embed_tokens.weight"] = block.target.get_input_embeddings().weight.detach().clone()
         weights["lm_head.weight"] = block.target.get_output_embeddings().weight.detach().clone()
-        weights["confidence_head.proj.weight"] = torch.zeros(1, width + rank)
-        weights["confidence_head.proj.bias"] = torch.zeros(1)
     else:
         kind = "dspark" if block.markov else "dflash2" if block.second else "dflash"
         config = {

@@ -12,11 +12,14 @@ from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
+import numpy as np
 import torch
 
-from ssd.core import Origin, SamplingParams
+from ssd.core import Origin, Outcome, Proposal, SamplingParams, Sequence, Work
+from ssd.drafting.estimate import Average
 from ssd.drafting.fan_out import FanOut
-from ssd.drafting.model import DraftSource
+from ssd.drafting.lengths import shared_lengths
+from ssd.drafting.model import Able, DraftSource
 from ssd.drafting.runner import DraftRun, DraftRunner
 from ssd.drafting.shapes import RunShape, RunShapes
 from ssd.drafting.tree import DraftTrees
@@ -25,7 +28,7 @@ from ssd.execution.runner import ModelRunner
 from ssd.kernels.device import kernels
 from ssd.kernels.ops import DeviceBatch
 from ssd.kernels.triton.compile import compiling
-from ssd.models.block import BlockDraft, Walk
+from ssd.models.block import BlockDraft, ConfidenceHead, Walk
 from ssd.sampling.sampler import ALL_NEEDS, Needs, Rows
 
 
@@ -119,7 +122,24 @@ class BlockRunner(DraftRunner):
                 self.choice.choose_all(shape, self._in_target(logits), rows)
             else:
                 self._walk(draft.walk, shape, rows, last, states, logits.view(n, count, -1))
+            if self.draft.confidence is not None and not self.on_cuda:
+                self._estimate(self.draft.confidence, last, states)
             self.buffers.store(n, count, origin)
+
+    def chances(self, n: int, count: int) -> np.ndarray | None:
+        """How likely each token of the drafts written last and all before it are accepted: [n, count]. None: it is not
+        known, or not on the host before the verification is launched."""
+        if self.draft.confidence is None or self.on_cuda:
+            return None
+        found: np.ndarray = self.buffers.confidence[:n, :count].cumprod(1).numpy()
+        return found
+
+    def _estimate(self, confidence: ConfidenceHead, last: torch.Tensor, states: torch.Tensor) -> None:
+        """In place of the tokens' confidence: the chance that each is accepted if those before it are."""
+        n, count, _ = states.shape
+        before = torch.cat((last[:, None], self.buffers.chain[:n, : count - 1]), dim=1)
+        chances = confidence(states.flatten(0, 1), before.flatten())
+        self.buffers.confidence[:n, :count].copy_(chances.view(n, count))
 
     def _walk(
         self, walk: Walk, shape: RunShape, rows: Rows, last: torch.Tensor, states: torch.Tensor, logits: torch.Tensor
@@ -203,8 +223,45 @@ class BlockRunner(DraftRunner):
 
 
 class BlockModel(DraftSource):
-    """A block draft in place of a draft model. It has no KV bookkeeping: its KV is in the target's blocks."""
+    """A block draft in place of a draft model. It has no KV bookkeeping: its KV is in the target's blocks.
+
+    Its drafts of k tokens on average have lengths by how likely their tokens are accepted: as a confidence head says,
+    or as often as those of the sequence were. They are twice as long at most, as longer ones take longer to write.
+    """
+
+    most_drafted: int
 
     def __init__(self, runner: BlockRunner) -> None:
         super().__init__(runner)
         self.most_drafted = runner.draft.block.most_drafted
+        self._chances_of = runner.chances
+        self._rates: dict[int, Average] = {}  # by sequence id: of the tokens before which all are accepted
+        self._rate = Average(0.99, 12.0, 16.0)  # of all sequences
+
+    def slots(self, k: int) -> int:
+        return min(2 * k, self.most_drafted)
+
+    def write(
+        self, able: Seq[Able], origin: Origin = Origin.DRAFT, k: int | None = None
+    ) -> tuple[list[Proposal], DraftRun]:
+        if k is None or len(able) == 1:
+            return super().write(able, origin, k)
+        proposals, run = super().write(able, origin, self.slots(k))
+        limits = [proposal.num_on_device for proposal in proposals]
+        chances = self._chances_of(len(able), max(limits))
+        if chances is None:
+            rates = [float(self._rate_of(work.sequence).value) for work, _ in able]
+            chances = np.array(rates)[:, None] ** np.arange(1, 1 + max(limits))
+        lengths = shared_lengths(chances, limits, k)
+        return [replace(p, num_on_device=n) for p, n in zip(proposals, lengths, strict=True)], run
+
+    def observe(self, work: Work, outcome: Outcome | None, branched: bool) -> None:
+        if outcome is not None and outcome.draft and outcome.origin is Origin.DRAFT:
+            for rate in (self._rate_of(work.sequence), self._rate):
+                rate.add(outcome.num_accepted, min(outcome.num_accepted + 1, len(outcome.draft)))
+
+    def forget(self, sequence: Sequence) -> None:
+        self._rates.pop(sequence.id, None)
+
+    def _rate_of(self, sequence: Sequence) -> Average:
+        return self._rates.setdefault(sequence.id, Average(7 / 8, 4 * self._rate.value, 4.0))

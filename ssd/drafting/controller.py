@@ -192,8 +192,9 @@ class DepthController(Drafter):
 
     def _take(self, arm: Arm, following: Arm | None = None) -> None:
         """Sets the arm of the rounds scheduled next."""
-        self.arm, self.lookahead, self._next = arm, arm.k, following
-        self._drafter.budget = self.budget = arm.width
+        self.arm, self._next = arm, following
+        self.lookahead = self._drafter.slots(arm.k)
+        self._drafter.k, self._drafter.budget, self.budget = arm.k, arm.width, arm.width
 
     def _log_choice(self, size: int, times: ArmTimes) -> None:
         if times.complete and self._chosen.get(size) != times.best:

@@ -228,6 +228,7 @@ class BlockGraft(DraftGraft, BlockCheckpoint):
             layers=config.layers[:1] * max(_BLOCK_LAYERS, config.num_layers),
             draft_vocab_size=config.vocab_size,
             markov_rank=max(_MARKOV_RANK, config.markov_rank) if config.markov else 0,
+            confidence_inputs=0,
         )
 
     def _obstacles(self, big: FeatureConfig) -> Iterator[str]:

@@ -278,6 +278,9 @@ def _block_json(config: BlockConfig) -> dict[str, Any]:
         own |= dict(zip(SELECTOR_FIELDS, vars(config.selector).values(), strict=True))
     if config.markov is not None:
         own |= {"markov_rank": config.markov_rank, "markov_head_type": config.markov}
+    if config.confidence_inputs:
+        reads_token = config.confidence_inputs > config.hidden_size
+        own |= {"enable_confidence_head": True, "confidence_head_with_markov": reads_token}
     return {
         "architectures": [names[config.family]],
         "block_size": config.block_size,

@@ -12,6 +12,7 @@ Loads the layouts of the DFlash authors, of DeepSpec, and of speculators.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ _FIELDS: Final[Mapping[str, Field]] = {
     "markov_head_type": TEXT,
 }
 _UNUSED: Final = ("embed_tokens.weight", "lm_head.weight")  # of a draft with the target's vocabulary: copies
-_CONFIDENCE: Final = "confidence_head."
+_CONFIDENCE: Final = "confidence_head.proj"
 SELECTOR_FIELDS: Final[Mapping[str, Field]] = {  # of a config.json, in the order of SelectorSpec's
     "conv_kernel_size": size(64),
     "conv_group_size": WIDTH,
@@ -103,6 +104,7 @@ class BlockConfig(FeatureConfig):
     markov: MarkovKind | None = None
     markov_rank: int = 0
     selector: SelectorSpec | None = None  # of DFlash 2
+    confidence_inputs: int = 0  # of a confidence head; 0: there is none
 
     def make(self, build: Build, max_positions: int, shared: Shared | None = None) -> BlockDraft:
         return BlockDraft(self, build, max_positions=max_positions, shared=shared)
@@ -138,7 +140,7 @@ class MarkovHead:
     def __init__(self, build: Build, config: BlockConfig) -> None:
         rank, width, name = config.markov_rank, config.hidden_size, "markov_head"
         self.kind = config.markov
-        self._before = Embedding(build, f"{name}.markov_w1", config.vocab_size, rank, embedding=True)
+        self.before = Embedding(build, f"{name}.markov_w1", config.vocab_size, rank, embedding=True)
         self._after = Embedding(build, f"{name}.markov_w2", config.draft_vocab_size, rank, head=True)
         outputs, inputs = (3 * rank, 2 * rank + width) if self.kind == "rnn" else (rank, rank + width)
         layer = "joint_proj" if self.kind == "rnn" else "gate_proj"
@@ -147,7 +149,7 @@ class MarkovHead:
         self._state: torch.Tensor | None = None
 
     def parameters(self) -> Iterator[Parameter]:
-        yield from (self._before, self._after)
+        yield from (self.before, self._after)
         if self._gate is not None:
             yield self._gate
 
@@ -160,7 +162,7 @@ class MarkovHead:
             self._state = self._state[rows]
 
     def logits(self, own: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        return own + self._bias(self._before.embed(tokens), hidden)
+        return own + self._bias(self.before.embed(tokens), hidden)
 
     def _bias(self, e: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         if self._gate is None:
@@ -173,6 +175,32 @@ class MarkovHead:
         keep = torch.sigmoid(keep)
         self._state = keep * state + (1 - keep) * torch.tanh(new)
         return self._after.logits(torch.tanh(out).contiguous())
+
+
+class ConfidenceHead:
+    """The chance that a token is accepted if all before it are, by its query's states and perhaps the token before."""
+
+    loaded: ClassVar[tuple[str, ...]] = ("weight", "bias")
+
+    def __init__(self, build: Build, inputs: int, before: Embedding | None) -> None:
+        """`before`: the Markov head's embedding of the token before; None: it is not read."""
+        self._before = before
+        self.weight, self.bias = (torch.empty(0, device=build.device) for _ in range(2))  # until they are loaded
+        self._shapes = {f"{_CONFIDENCE}.weight": (1, inputs), f"{_CONFIDENCE}.bias": (1,)}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return dict(self._shapes)
+
+    def load(self, name: str, tensor: torch.Tensor | LazyTensor) -> None:
+        setattr(self, name.rpartition(".")[2], tensor[(slice(None),)].to(self.weight))
+
+    def num_bytes(self) -> int:
+        return sum(map(math.prod, self._shapes.values())) * self.weight.itemsize
+
+    def __call__(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Float32 [rows]; `tokens`: the one before each row."""
+        read = states if self._before is None else torch.cat((states, self._before.embed(tokens)), dim=1)
+        return torch.nn.functional.linear(read.float(), self.weight, self.bias)[:, 0].sigmoid()
 
 
 class Selector:
@@ -285,6 +313,10 @@ class BlockDraft(FeatureDraft):
             self.walk = MarkovHead(build, config)
         elif config.selector is not None:
             self.walk = Selector(build, config, config.selector)
+        self.confidence: ConfidenceHead | None = None
+        if inputs := config.confidence_inputs:
+            before = self.walk.before if isinstance(self.walk, MarkovHead) else None
+            self.confidence = ConfidenceHead(build, inputs, before if inputs > config.hidden_size else None)
 
     def _make_layers(self, build: Build) -> Seq[DecoderLayer]:
         kind = DecoderLayer if self.block.selector is None else ConvolvedLayer
@@ -300,6 +332,8 @@ class BlockDraft(FeatureDraft):
             yield self.head
         if self.walk is not None:
             yield from self.walk.parameters()
+        if self.confidence is not None:
+            yield self.confidence
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         return self.hidden_norm(self.fc(features))
@@ -347,11 +381,10 @@ class BlockCheckpoint(FeatureCheckpoint):
         return fitting
 
     def weights(self, device: torch.device, dtype: torch.dtype) -> Weights:
-        """Without copies of the target's embedding and head, and without the confidence head: the length of a draft
-        that is verified is chosen by measurements."""
+        """Without copies of the target's embedding and head."""
         unused = _UNUSED if self.config.draft_vocab_size == self.config.vocab_size else _UNUSED[:1]
         for name, tensor in super().weights(device, dtype):
-            if name not in unused and not name.startswith(_CONFIDENCE):
+            if name not in unused:
                 yield name, tensor
 
 
@@ -392,7 +425,13 @@ def block_config(raw: Mapping[str, Any], shapes: Mapping[str, Seq[int]]) -> Bloc
         markov=_markov(raw) if rank else None,
         markov_rank=rank,
         selector=_selector(raw, nested, decoder.hidden_size) if kind == "dflash2" else None,
+        confidence_inputs=(shapes.get(f"{_CONFIDENCE}.weight") or (0,))[-1],
     )
+    if config.confidence_inputs not in (0, config.hidden_size, config.hidden_size + rank):
+        raise UnsupportedModel(
+            f"{_CONFIDENCE}.weight has {config.confidence_inputs} columns: a confidence head reads "
+            f"hidden_size={config.hidden_size} states, and perhaps markov_rank={rank} numbers of the token before"
+        )
     if config.selector is not None and config.draft_vocab_size != config.vocab_size:
         raise UnsupportedModel(f"draft_vocab_size={config.draft_vocab_size}: DFlash 2 has the target's vocabulary")
     if config.most_drafted < 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,16 @@ from conftest import TestModel, mostly_slow
 from eagle_observers import Drafts
 from fakes import wait_until_idle
 from first_drafts import write_draft
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 from ssd import LLM, SamplingParams
 from ssd.assembly.open import open_checkpoint, open_feature_draft
 from ssd.cli.main import app
-from ssd.core import Origin
+from ssd.core import Origin, Outcome, Work
+from ssd.decoding.observer import RoundObserver
+from ssd.drafting.arms import Arm
 from ssd.errors import ConfigError, UnsupportedModel
 from ssd.grafts.shapes import SHAPES
 from ssd.layers.spec import RopeConfig
@@ -73,9 +76,12 @@ def test_drafts_are_those_of_a_plain_implementation(
     """Tokens and logits, of a context that one forward pass of the target has left."""
     target = make_model(kind)
     block = make_block(target, tmp_path / "block", **options)
-    tokens, logits = block.draft(TOKENS, K)
-    written, seen = first_draft(target.path, block.path, TOKENS, K, monkeypatch)
+    told: list[float] | None = [] if options["layout"] == "deepspec" else None
+    tokens, logits = block.draft(TOKENS, K, chances=told)
+    written, seen, confidence = first_draft(target.path, block.path, TOKENS, K, monkeypatch)
     assert written == tokens
+    if told:
+        assert confidence == pytest.approx(told, abs=1e-5)
     for ours, theirs in zip(seen, logits, strict=True):
         assert torch.equal(ours.isinf(), theirs.isinf())
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -137,7 +143,9 @@ def test_each_draft_is_that_of_the_text_before_it(
         assert draft == wanted
 
 
-@pytest.mark.parametrize(("options", "others"), [(KINDS[0][1], set()), (KINDS[2][1], {"add"})])
+@pytest.mark.parametrize(
+    ("options", "others"), [(KINDS[0][1], set()), ({"layout": "speculators", "markov": "vanilla"}, {"add"})]
+)
 def test_a_draft_is_launched_by_kernels_alone(
     make_model: Callable[[str], TestModel], tmp_path: Path, options: dict[str, Any], others: set[str]
 ) -> None:
@@ -201,6 +209,56 @@ def test_auto_chooses_between_plain_decoding_and_drafts(
     assert found.token_ids == expected
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("options", [KINDS[0][1], KINDS[2][1]])
+def test_lengths_differ_within_a_batch(
+    make_model: Callable[[str], TestModel], tmp_path: Path, options: dict[str, Any], temperature: float
+) -> None:
+    """By what a confidence head says, or by earlier acceptance: together as many tokens as with equal lengths, and the
+    text of plain decoding."""
+    target = make_model("qwen3")
+    block = make_block(target, tmp_path / "block", **options)
+    prompts = [TOKENS[: 4 + 3 * i] for i in range(4)]
+    params = SamplingParams(max_new_tokens=30, temperature=temperature, seed=5, ignore_eos=True)
+    with LLM(target.path, device="cpu") as llm:
+        expected = [output.token_ids for output in llm.generate(prompts, params)]
+    observer = Lengths()
+    with LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": block.path, "k": "auto"}) as llm:
+        controller: Any = llm.engine.round.drafter
+        controller._wish = lambda *_: controller._take(Arm(2, 0))
+        controller._take(Arm(2, 0))
+        with llm.driver.observing(observer):
+            found = [output.token_ids for output in llm.generate(prompts, params)]
+            wait_until_idle(llm.driver)
+    assert found == expected
+    whole = [lengths for lengths, limits in observer.seen if set(limits) == {4}]
+    assert len(whole) > 3
+    assert all(sum(lengths) == 8 and min(lengths) >= 1 for lengths in whole)
+    assert any(len(set(lengths)) > 1 for lengths in whole)
+
+
+class Lengths(RoundObserver):
+    """Lengths of drafts in rounds of four sequences, and what there was room for."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[list[int], list[int]]] = []
+
+    def decided(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
+        if len(works) == 4 and all(work.proposal.num_tokens for work in works):
+            self.seen.append(([w.proposal.num_tokens for w in works], [w.lookahead for w in works]))
+
+
+def test_a_confidence_head_that_reads_something_else_is_refused(
+    make_model: Callable[[str], TestModel], tmp_path: Path
+) -> None:
+    block = make_block(make_model("qwen3"), tmp_path / "block", "deepspec", markov="vanilla")
+    weights = load_file(tmp_path / "block" / "model.safetensors")
+    weights["confidence_head.proj.weight"] = torch.zeros(1, 7)
+    save_file(weights, tmp_path / "block" / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=r"confidence_head\.proj\.weight has 7 columns"):
+        BlockCheckpoint.open(Path(block.path))
+
+
 def test_other_uses_are_refused_with_the_reason(make_model: Callable[[str], TestModel], tmp_path: Path) -> None:
     target = make_model("qwen3")
     block = make_block(target, tmp_path / "block")
@@ -240,7 +298,7 @@ def test_a_graft_drafts_what_the_small_one_drafts(
     block = make_block(target, tmp_path / "block", "deepspec" if markov else "dflash", markov=markov)
     tokens, logits = block.draft(TOKENS, K)
     big, draft = (f"graft:{each}@big" for each in (target.path, block.path))
-    written, seen = first_draft(big, draft, TOKENS, K, monkeypatch)
+    written, seen, _ = first_draft(big, draft, TOKENS, K, monkeypatch)
     assert written == tokens
     for ours, theirs in zip(seen, logits, strict=True):
         torch.testing.assert_close(ours[:320], theirs, rtol=1e-4, atol=1e-3)
