@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +38,9 @@ class Block:
     second: bool = False  # DFlash 2
     softcap: float = 0.0
     num_layers: int = 2
+    windows: tuple[int | None, ...] = (None, None)  # of the layers
+    causal: tuple[bool, ...] = (False, False)
+    block_size: int = 6
 
     def draft(
         self,
@@ -57,7 +60,7 @@ class Block:
         embedding = self.target.get_input_embeddings().weight.detach()
         x = embedding[[tokens[-1], *[self.mask] * (queries - 1)]]
         for i in range(self.num_layers):
-            x = self._layer(f"layers.{i}.", x, context)
+            x = self._layer(i, x, context)
         states = _norm(x, w["norm.weight"])[queries - count :]
         head = w.get("lm_head.weight", self.target.get_output_embeddings().weight.detach())
         written, found, before = [], [], tokens[-1]
@@ -120,9 +123,16 @@ class Block:
             out = self.target(torch.tensor([list(tokens)]), output_hidden_states=True)
         return torch.cat([out.hidden_states[n][0] for n in self.layers], dim=1)
 
-    def _layer(self, p: str, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+    def _seen(self, layer: int, begin: int, queries: int) -> torch.Tensor:
+        """Which positions each query sees. A window ends at the query, or is that of a whole block and before it."""
+        query, key, window = torch.arange(begin, begin + queries)[:, None], torch.arange(begin + queries), 1 << 20
+        if self.causal[layer]:
+            return (key <= query) & (key > query - (self.windows[layer] or window))
+        return (key >= begin + queries - self.block_size - (self.windows[layer] or window)).expand(queries, -1)
+
+    def _layer(self, i: int, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         """Queries of the block; keys and values of the context, which no norm precedes, and of the block."""
-        w, begin = self.weights, len(context)
+        w, begin, p = self.weights, len(context), f"layers.{i}."
         before = _norm(x, w[p + "input_layernorm.weight"])
         normed = self._convolved(p + "attention_conv", before, before, 0)
         q = F.linear(normed, w[p + "self_attn.q_proj.weight"])
@@ -131,7 +141,8 @@ class Block:
         q = _rotate(_norm(q, w[p + "self_attn.q_norm.weight"]), begin)
         k = _rotate(_norm(k, w[p + "self_attn.k_norm.weight"]), 0)
         k, v = (part.repeat_interleave(HEADS // KV_HEADS, dim=0) for part in (k, v))
-        seen = F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
+        mask = self._seen(i, begin, len(x))
+        seen = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask)[0]
         out = F.linear(seen.transpose(0, 1).flatten(1), w[p + "self_attn.o_proj.weight"])
         x = x + self._convolved(p + "attention_conv", out, before, 1)
         before = _norm(x, w[p + "post_attention_layernorm.weight"])
@@ -182,6 +193,8 @@ def make_block(
     draft_vocab: int | None = None,
     anchored: bool | None = None,
     second: bool = False,
+    windows: tuple[int | None, ...] = (None, None),
+    causal: tuple[bool, ...] = (False, False),
     changes: dict[str, Any] | None = None,
 ) -> Block:
     """Writes a random block draft for a target of three layers or more; `changes`: to its config.json."""
@@ -233,6 +246,7 @@ def make_block(
         weights["confidence_head.proj.bias"] = randn(1)
     follows = layout == "deepspec" or bool(markov) if anchored is None else anchored
     block = Block(str(path), weights, target.reference, layers, vocab - 1, follows, markov, second, 30.0)
+    block = replace(block, windows=windows, causal=causal, block_size=block_size)
     _write(block, layout, block_size, mlp, rank, changes or {})
     return block
 
@@ -251,7 +265,8 @@ def _write(block: Block, layout: Layout, size: int, mlp: int, rank: int, changes
         "max_position_embeddings": 64,
         "rms_norm_eps": EPS,
         "rope_theta": THETA,
-        "layer_types": ["full_attention"] * block.num_layers,
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in block.windows],
+        "sliding_window": next(filter(None, block.windows), None),
     }
     markov = {"markov_rank": rank, "markov_head_type": block.markov} if block.markov else {}
     outputs = [n - 1 for n in block.layers]

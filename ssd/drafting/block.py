@@ -219,6 +219,8 @@ class BlockRunner(DraftRunner):
             block_tables=tables[:, 1:],
             table_rows=slots,
         )
+        if block.causal_layers:
+            batch = replace(batch, others=(replace(batch, context_len=positions + 1),))
         return batch, rows
 
 

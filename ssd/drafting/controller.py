@@ -83,6 +83,9 @@ class DepthController(Drafter):
     def _drafter(self) -> Drafter:
         return self.drafters[self.arm.mode]
 
+    def slots(self, k: int) -> int:
+        return self._drafter.slots(k)
+
     def propose(self, works: Seq[Work]) -> list[Proposal]:
         if self._rested[self._drafter]:
             self._drafter.catch_up(works)

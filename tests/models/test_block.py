@@ -63,9 +63,16 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"layout": "dflash", "second": True}),
     ("llama-tied", {"layout": "speculators", "second": True}),
 ]
+WINDOWS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3", {"layout": "dflash", "windows": (9, None), "causal": (True, False)}),
+    ("qwen3", {"layout": "dflash", "windows": (9, 9), "second": True, "changes": {"is_causal": False}}),
+    ("qwen3", {"layout": "speculators", "windows": (None, 7), "causal": (False, True), "markov": "vanilla"}),
+    ("qwen3", {"layout": "speculators", "windows": (7, 7), "changes": {"sliding_window_non_causal": True}}),
+    ("qwen3", {"layout": "deepspec", "causal": (True, True), "markov": "gated", "changes": {"is_causal": True}}),
+]
 
 
-@pytest.mark.parametrize(("kind", "options"), KINDS)
+@pytest.mark.parametrize(("kind", "options"), [*KINDS, *WINDOWS])
 def test_drafts_are_those_of_a_plain_implementation(
     make_model: Callable[[str], TestModel],
     tmp_path: Path,
@@ -88,7 +95,7 @@ def test_drafts_are_those_of_a_plain_implementation(
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), mostly_slow([KINDS[0], KINDS[4], KINDS[6], KINDS[7]], fast=[KINDS[0], KINDS[4]])
+    ("kind", "options"), mostly_slow([KINDS[0], KINDS[4], KINDS[6], KINDS[7], WINDOWS[0]], fast=[KINDS[0], WINDOWS[0]])
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_texts_are_those_of_plain_decoding(
@@ -171,16 +178,20 @@ def test_a_draft_is_launched_by_kernels_alone(
         ({"dflash_config": {"mask_token_id": 4, "target_layer_ids": [0, "x"]}}, "expected a list of layer numbers"),
         ({"dflash_config": {"target_layer_ids": [0, 1]}}, "mask_token_id=None"),
         ({"dflash_config": {"mask_token_id": 400, "target_layer_ids": [0, 1]}}, "mask_token_id=400"),
-        ({"dflash_config": {"mask_token_id": 4, "target_layer_ids": [0, 1], "causal": True}}, "dflash_config.causal"),
+        ({"dflash_config": {"mask_token_id": 4, "target_layer_ids": [0, 1], "causal": 3}}, "causal=3"),
+        ({"dflash_config": {"mask_token_id": 4, "target_layer_ids": [0, 1], "attention_sink_bias": True}}, "sinks"),
         ({"block_size": None}, "block_size=None"),
         ({"block_size": 1}, "writes nothing"),
         ({"block_size": 4}, "writes at most 3 tokens: lower k"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_window is not set"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 8}, "layer_types has 1 entries"),
+        ({"layer_types": ["chunked_attention"] * 2}, "layer type 'chunked_attention'"),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 0}, "sliding_window=0"),
         ({"architectures": ["DFlash2DraftModel"]}, "lacks 11 tensors"),
         ({"architectures": ["DFlash2DraftModel"], "conv_group_size": 7}, "conv_group_size=7 does not divide"),
         ({"architectures": ["DFlash2DraftModel"], "input_embedding_scale": 2}, "input_embedding_scale=2"),
         ({"architectures": ["DFlash2DraftModel"], "draft_vocab_size": 9}, "has the target's vocabulary"),
-        ({"num_hidden_layers": 3}, "lacks 11 tensors"),
+        ({"num_hidden_layers": 3, "layer_types": None}, "lacks 11 tensors"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -324,6 +335,7 @@ def test_what_cannot_be_grafted_is_refused_with_the_reason(
     refused: list[tuple[dict[str, Any], str]] = [
         ({"layout": "deepspec", "markov": "rnn"}, "nor DSpark with a vanilla Markov head"),
         ({"second": True}, "it is no DFlash draft"),
+        ({"windows": (7, 7), "causal": (True, True)}, "it has sliding windows or causal layers"),
         ({"layout": "speculators", "draft_vocab": 200}, "its draft_vocab_size=200 is not the target's 320"),
     ]
     for i, (options, words) in enumerate(refused):
@@ -336,7 +348,7 @@ def test_what_cannot_be_grafted_is_refused_with_the_reason(
         open_graft_of(f"graft:graft:{block.path}@big@big", model)
 
 
-@pytest.mark.parametrize(("kind", "options"), mostly_slow(KINDS[2:], fast=[KINDS[2], KINDS[6], KINDS[8]]))
+@pytest.mark.parametrize(("kind", "options"), mostly_slow([*KINDS[2:], *WINDOWS], fast=[KINDS[2], KINDS[6], KINDS[8]]))
 def test_an_exported_draft_is_the_same_draft_in_the_authors_layout(
     make_model: Callable[[str], TestModel], tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
