@@ -241,7 +241,7 @@ class BlockModel(DraftSource):
         self._rate = Average(0.99, 12.0, 16.0)  # of all sequences
 
     def slots(self, k: int) -> int:
-        return min(2 * k, self.most_drafted)
+        return min(2 * k, self.most_drafted, self.runner.shapes.lookahead)
 
     def write(
         self, able: Seq[Able], origin: Origin = Origin.DRAFT, k: int | None = None
