@@ -45,8 +45,8 @@ class BlockRows:
 
     def decided(self, *shape: int) -> Rows:
         """Of the tokens that are written."""
-        most = shape[0] * shape[1]
-        return Rows(self._all[5, :most].view(shape), self._all[6, :most].view(shape))
+        count = shape[0] * shape[1]
+        return Rows(self._all[5, :count].view(shape), self._all[6, :count].view(shape))
 
     def index(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Starts and attention tiles of so many queries, of which each is a sequence of its own."""
@@ -67,6 +67,7 @@ class BlockRunner(DraftRunner):
         self.trees = DraftTrees(self.state) if self.state.tree is not None else None
         self._rows = BlockRows(self.shapes.max_sequences * draft.block.queries(self.shapes.lookahead), self.device)
         self._sequences = torch.arange(shapes.max_sequences, device=self.device)
+        self._confidence = None if self.on_cuda else draft.confidence  # its results would come too late for the host
 
     @torch.inference_mode()
     def write(
@@ -122,14 +123,14 @@ class BlockRunner(DraftRunner):
                 self.choice.choose_all(shape, self._in_target(logits), rows)
             else:
                 self._walk(draft.walk, shape, rows, last, states, logits.view(n, count, -1))
-            if self.draft.confidence is not None and not self.on_cuda:
-                self._estimate(self.draft.confidence, last, states)
+            if self._confidence is not None:
+                self._estimate(self._confidence, last, states)
             self.buffers.store(n, count, origin)
 
     def chances(self, n: int, count: int) -> np.ndarray | None:
         """How likely each token of the drafts written last and all before it are accepted: [n, count]. None: it is not
         known, or not on the host before the verification is launched."""
-        if self.draft.confidence is None or self.on_cuda:
+        if self._confidence is None:
             return None
         found: np.ndarray = self.buffers.confidence[:n, :count].cumprod(1).numpy()
         return found
@@ -259,7 +260,7 @@ class BlockModel(DraftSource):
 
     def observe(self, work: Work, outcome: Outcome | None, branched: bool) -> None:
         if outcome is not None and outcome.draft and outcome.origin is Origin.DRAFT:
-            for rate in (self._rate_of(work.sequence), self._rate):
+            for rate in filter(None, (self._rates.get(work.sequence.id), self._rate)):
                 rate.add(outcome.num_accepted, min(outcome.num_accepted + 1, len(outcome.draft)))
 
     def forget(self, sequence: Sequence) -> None:
