@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 from ssd.kernels.codes import Codes, CodeType, bits_of
 from ssd.kernels.ops import Branches, DeviceBatch, ExpertOutputs, HeadShape, Rope, TreePaths
 from ssd.kernels.state import StateView, TreeRows
-from ssd.kernels.triton import attention, elementwise, experts, features, linear, packing, rounds, row_codes
+from ssd.kernels.triton import attention, elementwise, experts, features, latent, linear, packing, rounds, row_codes
 from ssd.kernels.triton import codes_linear as codes_linear
 from ssd.kernels.weights import GLU, RoutingRule, RowRounding
 
@@ -50,7 +50,7 @@ def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     for module in (linear, codes_linear, experts):
         monkeypatch.setattr(module, "shared_memory", lambda device: limit)
     if request.param >= 90:
-        for module in (attention, elementwise, experts, linear, row_codes):
+        for module in (attention, elementwise, experts, latent, linear, row_codes):
             monkeypatch.setattr(module, "early_launch", early_launch)
     monkeypatch.setattr(JITFunction, "run", compile_only)
     before = driver._active
@@ -218,7 +218,7 @@ def test_attention(architecture: int, dtype: torch.dtype, heads: HeadShape, fp8:
         if not fp8:
             attention.paged_attention(q, batch(), replace(heads, first_position=1), kv, kv, workspace)
             planned = batch()
-            workspace.items(planned, 0, workspace.programs(heads), before_pass=True)
+            workspace.items(planned, heads, before_pass=True)
             attention.paged_attention(q, planned, heads, kv, kv, workspace, sinks=sinks, lets_next=True)
     if architecture == 90 and not fp8:
         from ssd.kernels.triton.prefill import prefill_attention
@@ -237,7 +237,7 @@ def test_latent_attention(architecture: int, dtype: torch.dtype, num_heads: int)
     workspace.capability = divmod(architecture, 10)
     q, cache = empty(8, num_heads, 576, dtype=dtype), empty(64, 64, 1, 576, dtype=dtype)
     for own in (batch(prefill=True), batch(), batch(branches=Branches(3, 8))):
-        attention.paged_attention(q, own, heads, cache, cache, workspace)
+        latent.latent_attention(q, own, heads, cache, workspace)
     angles = empty(512, 32, dtype=torch.float32)
     rope = Rope(angles, angles, k_norm=empty(512, dtype=dtype), eps=1e-6)
     for rows in (1, 100):
