@@ -59,6 +59,8 @@ class Method:
         look_up = {"suffix", "suffix_cache_tokens"}
         of_sd = {"k_max", "acceptance", "saguaro_c", "draft_quantization", "tree"} | look_up
         known = {SUFFIX: {"k_max", "suffix_cache_tokens"}, "sd": of_sd}
+        if mode == "auto" and options.get("suffix"):
+            known["auto"] = options.keys() - {"tree"}
         names = known.get(mode, options.keys() - look_up)
         chosen: dict[str, Any] = {
             "mode": "sd" if mode == SUFFIX else mode,
@@ -212,6 +214,8 @@ def _in_process(method: Method, device: str) -> bool:
     placement = "process" if method.speculation.get("draft_device") else method.speculation.get("placement", "auto")
     if method.speculation["mode"] not in ("ssd", "auto") or placement not in ("auto", "process"):
         return False
+    if method.speculation.get("suffix"):
+        return False
     draft = method.speculation.get("draft")
     if placement == "auto" and draft is not None and feature_draft_kind(str(draft)) is not None:
         return False
@@ -224,8 +228,11 @@ def _covering(wanted: Seq[SpeculationConfig]) -> SpeculationConfig:
     if not with_model:
         deepest = max(s.lookahead for s in wanted)
         return SpeculationConfig(mode="sd", draft=SUFFIX, k=deepest) if deepest else SpeculationConfig()
-    ahead = [s for s in with_model if s.mode in ("ssd", "auto")]
-    deepest = max(s.lookahead for s in wanted)
+    ahead = [s for s in with_model if s.mode in ("ssd", "auto") and not s.suffix]
+    deepest = max(s.draft_tokens for s in wanted)
+    beside = [s for s in with_model if s.mode == "auto" and s.suffix]  # whose states have room for look-up
+    if not ahead and beside:
+        return replace(beside[0], k=max(s.lookahead for s in with_model), k_max=None)
     if not ahead:
         return replace(with_model[0], k=deepest, k_max=None)
     widest = max(ahead, key=lambda s: max(s.budgets))

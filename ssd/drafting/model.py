@@ -56,9 +56,16 @@ class DraftSource:
         self.model_runner.tables.update([(work.slot, work.sequence.kv.blocks)])
         return DraftSequence(work.slot)
 
-    def write(self, able: Seq[Able], origin: Origin = Origin.DRAFT) -> tuple[list[Proposal], DraftRun]:
-        """Writes drafts that the target waits for."""
+    def slots(self, k: int) -> int:
+        """KV slots that a sequence needs for drafts of k tokens on average."""
+        return k
+
+    def write(
+        self, able: Seq[Able], origin: Origin = Origin.DRAFT, k: int | None = None
+    ) -> tuple[list[Proposal], DraftRun]:
+        """Writes drafts that the target waits for, of up to k tokens; None: as many as there are slots for."""
         runner, count = self.runner, max(work.lookahead for work, _ in able)
+        count = min(count, k or count)
         if self.most_drafted is not None and runner.state.tree is None:
             count = min(count, self.most_drafted)
         reads, works = self.num_unread(able), [work for work, _ in able]
@@ -263,11 +270,14 @@ class ModelDrafter(Drafter):
         self.lookahead = lookahead
         self._runs: list[DraftRun] = []  # not in `stats` yet
 
+    def slots(self, k: int) -> int:
+        return self.model.slots(k)
+
     def propose(self, works: Seq[Work]) -> list[Proposal]:
         able = [(w, own) for w in works if wants_draft(w) and (own := self.model.state_of(w, works))]
         if not able:
             return super().propose(works)
-        written, run = self.model.write(able)
+        written, run = self.model.write(able, k=self.k)
         self._runs.append(run)
         proposals = {id(work): proposal for (work, _), proposal in zip(able, written, strict=True)}
         return [proposals.get(id(work), Proposal()) for work in works]

@@ -231,7 +231,7 @@ def controlled(inner: Drafter) -> DepthController:
 
 
 def arm_of(controller: DepthController) -> Arm:
-    assert (controller.lookahead, controller.budget) == controller.arm
+    assert (controller.lookahead, controller.budget) == controller.arm[:2]
     return controller.arm
 
 
@@ -271,6 +271,72 @@ def rounds(
         if len(flying) > in_flight:
             arm, works = flying.pop(0)
             controller.observe(works, [decided(inner, work) for work in works], seconds(arm))
+
+
+class Text(Fake):
+    """In a share of the rounds look-up has a draft of eight tokens; in the others a learned draft is written, unless k
+    is 0. Units of time: one plain round."""
+
+    def __init__(self, copied: float, acceptance: float, step: float, row: float) -> None:
+        super().__init__()
+        self.copied, self.acceptance, self.step, self.row = copied, acceptance, step, row
+        self.dice = random.Random(3)
+
+    def slots(self, k: int) -> int:
+        return 16
+
+    def propose(self, works: Seq[Work]) -> list[Proposal]:
+        if self.dice.random() < self.copied:
+            return [Proposal((7,) * 8, origin=Origin.SUFFIX) for _ in works]
+        return [Proposal((7,) * (self.k or 0), origin=Origin.DRAFT if self.k else Origin.NONE) for _ in works]
+
+    def stands(self, work: Work) -> int:
+        rate = 0.9 if work.proposal.origin is Origin.SUFFIX else self.acceptance
+        return next((i for i in range(work.proposal.num_tokens) if self.dice.random() > rate), work.proposal.num_tokens)
+
+    def seconds(self, arm: Arm, work: Work) -> float:
+        written = arm.k if work.proposal.origin is Origin.DRAFT else 0
+        return self.dice.gauss(1.0, 0.02) * (1 + self.step * written + self.row * work.proposal.num_tokens)
+
+    def speed(self, arm: Arm, copied: float) -> float:
+        """Tokens per second of an arm with so many rounds of look-up."""
+        look_up = tokens_of(Arm(8, 0), 0.9), 1 + 8 * self.row
+        learned = tokens_of(arm, self.acceptance), 1 + arm.k * (self.step + self.row)
+        tokens, seconds = (copied * a + (1 - copied) * b for a, b in zip(look_up, learned, strict=True))
+        return tokens / seconds
+
+
+@pytest.mark.parametrize(
+    ("copied", "acceptance", "step", "row"),
+    [
+        (0.02, 0.8, 0.05, 0.02),  # the learned draft
+        (0.02, 0.8, 0.4, 0.2),  # neither
+        (0.7, 0.3, 0.5, 0.05),  # look-up alone
+        (0.3, 0.8, 0.05, 0.02),  # both
+        (0.3, 0.5, 0.3, 0.02),
+        (0.05, 0.6, 0.15, 0.1),
+    ],
+)
+def test_look_up_beside_a_learned_draft_is_as_fast_as_the_best_of_them(
+    copied: float, acceptance: float, step: float, row: float
+) -> None:
+    """Plain decoding, look-up alone, and drafts of any length without look-up."""
+    inner = Text(copied, acceptance, step, row)
+    arms = make_arms(("ar", "suffix", "sd"), depths_up_to(8), ())
+    controller = DepthController({"sd": inner, "suffix": inner}, arms)
+    sequence, tokens, seconds = make_sequence([1, 2, 3], [4]), 0, 0.0
+    for i in range(5000):
+        arm = controller.arm
+        looks = Work(sequence, 1, 3, lookahead=controller.lookahead)
+        works = launch(controller, [looks])
+        outcome = decided(inner, works[0])
+        assert outcome is not None
+        took = inner.seconds(arm, works[0])
+        controller.observe(works, [outcome], took)
+        if i >= 200:
+            tokens, seconds = tokens + len(outcome.token_ids), seconds + took
+    alone = max(inner.speed(PLAIN, 0.0), inner.speed(PLAIN, copied), *(inner.speed(arm, 0.0) for arm in arms))
+    assert tokens / seconds > 0.98 * alone
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])
