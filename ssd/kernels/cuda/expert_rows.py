@@ -86,7 +86,7 @@ def takes(
     have more than _MOST_ROWS on average.)"""
     if not x.is_cuda or x.dtype is not torch.bfloat16 or row_scales is not None or rows > 2 * _MOST_ROWS:
         return False
-    if routing.tiles is None or len(routing.tiles) * halves(rows) > _MAX_TILES:
+    if routing.tiles is None or len(routing.tiles) * halves(rows) >= _MAX_TILES:  # the one behind the last is read
         return False
     if len(routing.order) > _MOST_ROWS * routing.num_experts:
         return False
