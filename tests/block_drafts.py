@@ -275,7 +275,8 @@ def _write(block: Block, layout: Layout, size: int, mlp: int, rank: int, changes
         own = {"mask_token_id": block.mask, "target_layer_ids": outputs}
         own |= _second(block, rank) if block.second else {}
         name = "DFlash2DraftModel" if block.second else "DFlashDraftModel"
-        config = layer | {"architectures": [name], "block_size": size, "dflash_config": own}
+        config = layer | {"architectures": [name], "dflash_config": own}
+        (own if block.second else config)["block_size"] = size
         config["num_target_layers"] = model.num_hidden_layers
     elif layout == "deepspec":
         config = layer | {"architectures": ["Qwen3DSparkModel"], "block_size": size, "target_layer_ids": outputs}
