@@ -85,8 +85,8 @@ class SpeculationConfig:
     )
     tree: int | None = option(
         None,
-        "sd with a head or a block draft: nodes of the draft tree of a sequence, whose paths have up to k "
-        "tokens. None: a chain of k tokens. On a CPU only.",
+        "sd with a learned draft: nodes of the draft tree of a sequence, whose paths have up to k tokens. None: a "
+        "chain of k tokens. On a CPU only.",
         least=2,
         most=64,
     )

@@ -388,7 +388,7 @@ class Proposal:
     `distributions` [tokens, vocabulary] are those that the tokens were sampled from; the rejection rule needs them.
     None: the tokens were not sampled (suffix look-up), or the rule is the coupled one.
     `parents`: the tokens are nodes of a tree, each behind the node of this index (-1: the last decided token), which
-    comes before it. None: a chain, each token behind the one before it; or the tree of a draft on the device.
+    comes before it; () where they are on the device, too. None: a chain, each token behind the one before it.
     """
 
     token_ids: tuple[int, ...] = ()

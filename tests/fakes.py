@@ -514,7 +514,7 @@ class StateTreeDrafter(TreeDrafter, StateDrafter):
         count = min(work.lookahead, len(both[0]))
         for column, values in zip((self.state.drafts, tree.parents), both, strict=True):
             column[work.slot, :count] = torch.tensor(values[:count], dtype=torch.int32)
-        return Proposal(num_on_device=count)
+        return Proposal(num_on_device=count, parents=())
 
 
 # --- building and driving ---------------------------------------------------------------------------------------------

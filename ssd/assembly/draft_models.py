@@ -37,11 +37,6 @@ def open_draft(
     if draft is not None:
         draft = draft.for_target(target)
         return _checked(draft, speculation) if isinstance(draft, BlockCheckpoint) else draft
-    if speculation.tree is not None:
-        raise ConfigError(
-            f"speculation tree={speculation.tree} is for heads and block drafts, and {speculation.draft!r} is "
-            "a draft model, which writes chains: leave it out"
-        )
     checkpoint = open_checkpoint(name, "speculation draft")
     difference = tokenizer.difference(checkpoint.tokenizer())
     if difference is not None:

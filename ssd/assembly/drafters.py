@@ -83,7 +83,8 @@ def _sd_drafter(model: DraftSource | None, speculation: SpeculationConfig, state
                 f"speculation tree={speculation.tree}: a drafter of your own proposes chains; leave it out"
             )
         return CustomDrafter(draft, k)
-    learned = ModelDrafter(model, speculation.draft_tokens) if model is not None else None
+    levels = k if speculation.tree is not None else 0
+    learned = ModelDrafter(model, speculation.draft_tokens, levels) if model is not None else None
     if learned is not None and not speculation.suffix:
         return learned
     in_flight = kernels(state.device).draft_table is not None and speculation.acceptance == "coupled"

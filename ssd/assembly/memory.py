@@ -169,7 +169,8 @@ def _activation_bytes(config: EngineConfig, loaded: Loaded) -> int:
     decoder, model, tokens = loaded.decoder, loaded.decoder.config, batched_tokens(config, loaded.decoder.device)
     width = max(layer.activation_width(model.hidden_size) for layer in set(model.layers))
     rows = sum(row_buckets(loaded.max_rows)) + sum(min(rows, loaded.max_rows) for rows in PREFILL_BUCKETS)
-    graphs = rows * model.vocab_size * 4  # every graph keeps its logits
+    kinds = 1 if config.speculation.tree is None else 2  # of drafts: chains, and trees
+    graphs = kinds * rows * model.vocab_size * 4  # every graph keeps its logits
     sampling = loaded.max_rows * model.vocab_size * 48  # sorted, summed and perturbed copies
     scratch = loaded.scratch_slots * decoder.kv_bytes_per_token
     size = decoder.tp.size

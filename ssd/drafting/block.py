@@ -8,8 +8,10 @@ target is about to verify, which overwrites it.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -35,7 +37,6 @@ class BlockRunner(DraftRunner):
         draft = model_runner.decoder
         assert isinstance(draft, BlockDraft)
         self.draft = draft
-        self.trees = DraftTrees(self.state) if self.state.tree is not None else None
         self._places = torch.arange(shapes.lookahead, dtype=torch.int32, device=self.device)
         self._sequences = torch.arange(shapes.max_sequences, device=self.device)
         self._indices: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
@@ -44,15 +45,12 @@ class BlockRunner(DraftRunner):
     def write(
         self, slots: Seq[int], params: Seq[SamplingParams], count: int, reads: int, origin: Origin = Origin.DRAFT
     ) -> DraftRun:
-        shape = self.shapes.of(len(slots), 1, params)
-        n, began = shape.sequences, now(self.device)
-        count = count if self.trees is None else self.trees.depth
+        shape, began = self.shapes.of(len(slots), 1, params), now(self.device)
+        n = shape.sequences
         self._upload(slots, [0] * len(slots), shape)
         self._stage(shape)
-        self._index(n, count)  # before a capture, which would record how it is made
-        self.graphs.launch(("block", n, count, shape.needs), functools.partial(self._write, shape, count))
-        if self.trees is None:
-            self.graphs.launch(("store", n, count, origin), lambda: self.buffers.store(n, count, origin))
+        self.graphs.launch(*self._chain(shape, count))
+        self.graphs.launch(("store", n, count, origin), lambda: self.buffers.store(n, count, origin))
         return self._launched(slots, shape, count - 1, began)
 
     @torch.inference_mode()
@@ -64,9 +62,9 @@ class BlockRunner(DraftRunner):
                 self._upload([self.state.padding] * shape.sequences, [0] * shape.sequences, shape)
                 self._copy_inputs(shape.sequences, False)
                 for needs in ALL_NEEDS if compiling() else [Needs()]:
-                    self._write(shape._replace(needs=needs), count)
-                if self.trees is None:
-                    self.buffers.store(shape.sequences, count, Origin.DRAFT)
+                    for _, compute in self._kinds(shape._replace(needs=needs), count):
+                        compute()
+                self.buffers.store(shape.sequences, count, Origin.DRAFT)
 
     @torch.inference_mode()
     def capture(self, sequences: Seq[int], fan_out: FanOut) -> None:
@@ -74,57 +72,71 @@ class BlockRunner(DraftRunner):
         count = self._most
         for shape in self.shapes.usual(sequences, fan_out):
             n = shape.sequences
-            self._index(n, count)
             self.graphs.capture(("stage", n, False), functools.partial(self._copy_inputs, n, False))
-            key = "block", n, count, shape.needs
-            self.graphs.capture(key, functools.partial(self._write, shape, count))
+            for key, compute in self._kinds(shape, count):
+                self.graphs.capture(key, compute)
 
     @property
     def _most(self) -> int:
         return min(self.shapes.lookahead, self.draft.block.most_drafted)
 
+    def _kinds(self, shape: RunShape, count: int) -> list[tuple[tuple[Any, ...], Callable[[], None]]]:
+        return [self._chain(shape, count), *([self._tree(shape, count)] if self.trees is not None else [])]
+
+    def _chain(self, shape: RunShape, count: int) -> tuple[tuple[Any, ...], Callable[[], None]]:
+        """The key of a run, and what it launches."""
+        self._index(shape.sequences, count)  # before a capture, which would record how it is made
+        return ("block", shape.sequences, count, shape.needs), functools.partial(self._write, shape, count)
+
+    def _tree(self, shape: RunShape, levels: int) -> tuple[tuple[Any, ...], Callable[[], None]]:
+        assert self.trees is not None
+        self._index(shape.sequences, levels)
+        key = "trees", shape.sequences, levels, shape.needs
+        return key, functools.partial(self._write_tree, self.trees, shape, levels)
+
+    def _states(self, shape: RunShape, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One forward pass: states and logits of each place, [sequences, count, …]."""
+        n, draft, queries = shape.sequences, self.draft, self.draft.block.queries(count)
+        states = draft.states(self._batch(n, count), self.kv, queries).view(n, queries, -1)[:, queries - count :]
+        return states, draft.logits(states.flatten(0, 1)).view(n, count, -1)
+
     def _write(self, shape: RunShape, count: int) -> None:
-        """One forward pass; then a token of each place, in their order where one depends on that before it."""
+        """A token of each place, in their order where one depends on that before it."""
         with torch.inference_mode():
-            n, draft, buffers = shape.sequences, self.draft, self.buffers
-            first, slots = buffers.inputs(branches=False).first[:n], buffers.inputs(branches=False).slots(n)
-            queries = draft.block.queries(count)
-            states = draft.states(self._batch(n, count), self.kv, queries).view(n, queries, -1)[:, queries - count :]
-            logits = draft.logits(states.flatten(0, 1))
-            if self.trees is not None:
-                self._grow(self.trees, shape, states, logits.view(n, count, -1))
-                return
-            walk = draft.walk
+            n, inputs, walk = shape.sequences, self.buffers.inputs(branches=False), self.draft.walk
+            first, slots, tokens = inputs.first[:n], inputs.slots(n), inputs.tokens[:n, 0]
+            states, logits = self._states(shape, count)
             if walk is None:
                 positions = first[:, None] + 1 + self._places[:count]
                 rows = Rows(slots.repeat_interleave(count), positions.flatten())
-                self.choice.choose_all(shape, self._in_target(logits), rows)
+                self.choice.choose_all(shape, self._in_target(logits.flatten(0, 1)), rows)
                 return
             walk.begin()
-            tokens, logits = buffers.inputs(branches=False).tokens[:n, 0], logits.view(n, count, -1)
             for j in range(count):
                 own = walk.logits(logits[:, j], tokens.contiguous(), states[:, j].contiguous())
                 self.choice.choose(shape, j, self._in_target(own), Rows(slots, first + (j + 1)))
-                tokens = buffers.chain[:n, j]
+                tokens = self.buffers.chain[:n, j]
 
-    def _grow(self, trees: DraftTrees, shape: RunShape, states: torch.Tensor, logits: torch.Tensor) -> None:
+    def _write_tree(self, trees: DraftTrees, shape: RunShape, levels: int) -> None:
         """The beams of a level have the logits of its place, with what follows from their tokens."""
-        n, walk, inputs = shape.sequences, self.draft.walk, self.buffers.inputs(branches=False)
-        first, slots, tokens = inputs.first[:n], inputs.slots(n), inputs.tokens[:n, :1]
-        trees.begin(n)
-        if walk is not None:
-            walk.begin()
-        sequence = self._sequences[:n]
-        for level in range(trees.depth):
-            own = logits[sequence, level]
+        with torch.inference_mode():
+            n, walk, inputs = shape.sequences, self.draft.walk, self.buffers.inputs(branches=False)
+            first, slots, tokens = inputs.first[:n], inputs.slots(n), inputs.tokens[:n, :1]
+            states, logits = self._states(shape, levels)
+            trees.begin(n)
             if walk is not None:
-                own = walk.logits(own, tokens.flatten().contiguous(), states[sequence, level])
-            rows = Rows(slots[sequence], first[sequence] + (level + 1))
-            tokens, above = trees.add(self._in_target(own), rows, shape.needs)
-            sequence = sequence[above]
-            if walk is not None:
-                walk.follow(above)
-        trees.store(slots, Origin.DRAFT)
+                walk.begin()
+            sequence = self._sequences[:n]
+            for level in range(levels):
+                own = logits[sequence, level]
+                if walk is not None:
+                    own = walk.logits(own, tokens.flatten().contiguous(), states[sequence, level])
+                rows = Rows(slots[sequence], first[sequence] + (level + 1))
+                tokens, above = trees.add(self._in_target(own), rows, shape.needs)
+                sequence = sequence[above]
+                if walk is not None:
+                    walk.follow(above)
+            trees.store(slots, Origin.DRAFT)
 
     def _in_target(self, logits: torch.Tensor) -> torch.Tensor:
         return self.draft.in_target_vocabulary(logits)[:, : self.state.vocab_size]

@@ -208,8 +208,8 @@ class DraftBuffers:
             own[: len(rows), :depth] = own[rows, :depth]
 
     def row_batch(self, shape: RunShape, depth: int, tables: Tables, beams: torch.Tensor | None = None) -> DeviceBatch:
-        """The newest token of every row, whose KV goes to the row's branch slots. `beams`: zeros [sequences, beams] if
-        the rows are those of trees that `write` writes."""
+        """The newest token of every row, whose KV goes to the row's branch slots. `beams`: of rows that are those of
+        trees, how many of the tokens read are before each, but for the first: int32 [sequences, beams]."""
         n, indices, branches = shape.sequences, self.indices(shape), shape.branches and beams is None
         inputs, after = self._inputs[branches], self.after[:n, : shape.width] if branches else beams
         tokens, positions, mapping, decided, slots = (column[: shape.rows] for column in self._rows)

@@ -32,7 +32,7 @@ class TokenChoice:
 
     def choose(self, shape: RunShape, column: int, logits: torch.Tensor, rows: Rows) -> None:
         """One token per row, and its confidence (at least 0): the margin of its score, or -log(1 - q)."""
-        logits, chain, confidence = self._widened(logits, shape.needs), self.buffers.chain, self.buffers.confidence
+        logits, chain, confidence = self.widened(logits, shape.needs), self.buffers.chain, self.buffers.confidence
         if not self.rejection:
             self._keep(logits, rows, shape.needs, chain, confidence, column)
             return
@@ -50,13 +50,13 @@ class TokenChoice:
         n, count = shape.rows, len(logits) // shape.rows
         tokens = torch.empty((n * count, 1), dtype=torch.int32, device=logits.device)
         sure = torch.empty((n * count, 1), dtype=torch.float32, device=logits.device)
-        self._keep(self._widened(logits, shape.needs), rows, shape.needs, tokens, sure, 0)
+        self._keep(self.widened(logits, shape.needs), rows, shape.needs, tokens, sure, 0)
         self.buffers.chain[:n, :count].copy_(tokens.view(n, count))
         self.buffers.confidence[:n, :count].copy_(sure.view(n, count))
 
     def rank(self, logits: torch.Tensor, rows: Rows, needs: Needs, excluded: torch.Tensor) -> torch.Tensor:
         """The RANKS likeliest tokens of each row, best first, without the excluded one: int32 [R, RANKS]."""
-        logits = self._widened(logits, needs)
+        logits = self.widened(logits, needs)
         if not self.rejection:
             return self.sampler.best(logits, rows, needs, RANKS, excluded)[0].clamp_(min=0)
         q = self.sampler.distribution(logits, rows, needs)
@@ -80,7 +80,7 @@ class TokenChoice:
             best=best, scores=scores, chain=chain, confidence=confidence, column=column, max_confidence=_MAX_CONFIDENCE
         )
 
-    def _widened(self, logits: torch.Tensor, needs: Needs) -> torch.Tensor:
+    def widened(self, logits: torch.Tensor, needs: Needs) -> torch.Tensor:
         """Bias, penalties and the rejection rule need the target's vocabulary, which may be larger than the draft's."""
         missing = self.buffers.state.vocab_size - logits.shape[-1]
         if missing > 0 and (self.rejection or needs.adjusted):

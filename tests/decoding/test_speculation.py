@@ -935,7 +935,6 @@ def test_a_request_may_do_without(target: str) -> None:
         ({"mode": "auto", "draft": "tiny-llama-eagle", "tree": 8}, 'tree=8 is for mode="sd", not for mode="auto"'),
         ({"mode": "sd", "draft": "suffix", "tree": 8}, "suffix look-up proposes chains"),
         ({"mode": "sd", "draft": "tiny-llama-eagle", "tree": 8, "suffix": True}, "suffix look-up proposes chains"),
-        ({"mode": "sd", "draft": "tiny-llama-draft", "tree": 8}, "is a draft model, which writes chains"),
         ({"mode": "ssd", "draft": "tiny-llama-draft", "placement": "moon"}, "inline, stream, process"),
         ("sd", "mapping"),
     ],

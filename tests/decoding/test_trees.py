@@ -74,8 +74,13 @@ MEMORY: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("draft", "memory", "run_ahead"),
     mostly_slow(
-        list(itertools.product(("head", "mtp-head", "block"), MEMORY, (False, True))),
-        fast={("head", "little", True), ("mtp-head", "one at a time", False), ("block", "large blocks", False)},
+        list(itertools.product(("noisy", "stranger", "head", "mtp-head", "block"), MEMORY, (False, True))),
+        fast={
+            ("noisy", "none to spare", True),
+            ("head", "little", True),
+            ("mtp-head", "one at a time", False),
+            ("block", "large blocks", False),
+        },
     ),
 )
 def test_everything_at_once(models: Models, alone: Alone, draft: str, memory: str, run_ahead: bool) -> None:

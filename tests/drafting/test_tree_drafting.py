@@ -1,4 +1,5 @@
-"""The trees that EAGLE heads and block drafts write are the best ones, by the logits of a plain implementation.
+"""The trees that draft models, EAGLE heads and block drafts write are the best ones, by the logits of a plain
+implementation.
 
 That holds only if every beam reads the KV and hidden states of its own path, and if those of what was accepted are
 where the next draft begins. Wrong ones cost nothing but speed: nobody would notice.
@@ -30,7 +31,22 @@ SHARE = 0.97  # of the trees: sums are taken in another order, so a close choice
 Paths = set[tuple[int, ...]]
 
 
-def best_tree(draft: Head | Block, tokens: Seq[int], params: SamplingParams, seed: int) -> Paths:
+class Plain:
+    """A draft model."""
+
+    def __init__(self, model: TestModel) -> None:
+        self.path, self._reference = model.path, model.reference
+
+    @torch.inference_mode()
+    def draft(self, tokens: Seq[int], count: int, _: None, path: Seq[int]) -> tuple[None, torch.Tensor]:
+        """Logits after the last `count` of these tokens and those of a path behind them."""
+        return None, self._reference(torch.tensor([[*tokens, *path]])).logits[0, -count:]
+
+
+Draft = Plain | Head | Block
+
+
+def best_tree(draft: Draft, tokens: Seq[int], params: SamplingParams, seed: int) -> Paths:
     """The paths of all nodes, taken from the best to the worst."""
     found: Paths = set()
     heap: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
@@ -56,7 +72,7 @@ def best_tree(draft: Head | Block, tokens: Seq[int], params: SamplingParams, see
 class SeenTrees:
     """The trees of a drafter as it writes them to the SequenceState, each beside the best one."""
 
-    def __init__(self, llm: LLM, draft: Head | Block) -> None:
+    def __init__(self, llm: LLM, draft: Draft) -> None:
         self.seen: list[tuple[Paths, Paths]] = []
         self.accepted: list[int] = []  # before them
         self._state, self._draft = llm.engine.round.target.state, draft
@@ -80,6 +96,7 @@ class SeenTrees:
         return proposals
 
 
+MODELS = ("qwen2", "mistral-windows", "glm4-moe-lite")
 HEADS: dict[str, dict[str, Any]] = {"": {}, "norms": {"norm_before_residual": True, "norm_output": True}}
 BLOCKS: dict[str, dict[str, Any]] = {
     "dflash": {},
@@ -89,12 +106,14 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", mostly_slow([*HEADS, *BLOCKS], fast={"rnn"}))
+@pytest.mark.parametrize("kind", mostly_slow([*MODELS, *HEADS, *BLOCKS], fast={"qwen2", "rnn"}))
 def test_trees_are_the_best_ones(make_model: Callable[[str], TestModel], tmp_path: Path, kind: str) -> None:
     """At T = 0 and above, with chunks of prompts, several sequences and accepted paths of all lengths."""
-    target = make_model("llama-tied" if kind in HEADS else "qwen3")
-    draft: Head | Block
-    if kind in HEADS:
+    target = make_model("qwen3" if kind in BLOCKS else "llama-tied")
+    draft: Draft
+    if kind in MODELS:
+        draft = Plain(make_model(kind))
+    elif kind in HEADS:
         draft = make_head(target, tmp_path / "head", **HEADS[kind])
     else:
         draft = make_block(target, tmp_path / "block", **BLOCKS[kind])
