@@ -409,6 +409,7 @@ class Outcome(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if requested
     draft: tuple[int, ...] = ()  # the draft that was verified; of a tree first the accepted nodes, then the others
     origin: Origin = Origin.NONE  # where the draft came from
+    nodes: tuple[int, ...] = ()  # of a tree: the numbers of the accepted nodes
 
     @property
     def num_accepted(self) -> int:

@@ -208,7 +208,7 @@ def build_runners(
     if limit > model.max_position:
         raise ConfigError(f"max_model_len={limit} is beyond the model's positions: use at most {model.max_position}")
     state = make_state(config, limit, model.vocab_size, device)
-    rows = config.max_num_seqs * (1 + config.speculation.draft_tokens)
+    rows = config.speculation.most_rows(config.max_num_seqs)
     models = [load_decoder(config, checkpoint, state, limit, rows, tp=place.tp, is_target=True)]
     models += [load_draft(config, draft, state, limit, models[0].decoder)] if draft is not None else []
     num_blocks = place.agree(kv_blocks(config, models, limit))

@@ -40,7 +40,7 @@ TREE = "tree"
 
 @dataclass(frozen=True)
 class Method:
-    """A decoding method: `ar`, `sd`, `sd:4`, `ssd:auto`, `suffix:16`, `tree:16`, `tree:16:4`; without k its default."""
+    """A decoding method: `ar`, `sd`, `sd:4`, `ssd:auto`, `suffix:16`, `tree`, `tree:16:4`; without k its default."""
 
     name: str
     speculation: dict[str, Any]  # options of SpeculationConfig
@@ -62,6 +62,7 @@ class Method:
             chosen = {"mode": "sd", "draft": SUFFIX}
         elif mode == TREE:
             nodes, _, number = number.partition(":")
+            nodes = nodes or "auto"
             chosen |= {"mode": "sd", "tree": known["tree"].parse(nodes)}
             name = f"{TREE} {nodes}"
         k = known["k"].parse(number) if number else k
@@ -229,7 +230,7 @@ def _covering(wanted: Seq[SpeculationConfig]) -> SpeculationConfig:
         deepest = max(s.lookahead for s in wanted)
         return SpeculationConfig(mode="sd", draft=SUFFIX, k=deepest) if deepest else SpeculationConfig()
     ahead = [s for s in with_model if s.mode in ("ssd", "auto")]
-    deepest, nodes = max(s.lookahead for s in wanted), max(s.tree or 0 for s in wanted)
+    deepest, nodes = max(s.lookahead for s in wanted), max(s.nodes for s in wanted)
     if nodes and ahead:
         raise ConfigError(
             f"methods: {TREE} and {ahead[0].mode} with a draft on the target's device have no engine in common: "

@@ -81,7 +81,8 @@ class BlockRunner(DraftRunner):
         return min(self.shapes.lookahead, self.draft.block.most_drafted)
 
     def _kinds(self, shape: RunShape, count: int) -> list[tuple[tuple[Any, ...], Callable[[], None]]]:
-        return [self._chain(shape, count), *([self._tree(shape, count)] if self.trees is not None else [])]
+        trees = self.writes_trees(shape.sequences)
+        return [self._chain(shape, count), *([self._tree(shape, count)] if trees else [])]
 
     def _chain(self, shape: RunShape, count: int) -> tuple[tuple[Any, ...], Callable[[], None]]:
         """The key of a run, and what it launches."""

@@ -57,14 +57,15 @@ class DraftSource:
         return DraftSequence(work.slot)
 
     def write(self, able: Seq[Able], origin: Origin = Origin.DRAFT, levels: int = 0) -> tuple[list[Proposal], DraftRun]:
-        """Writes drafts that the target waits for; `levels`: of trees, 0: chains."""
+        """Writes drafts that the target waits for; `levels`: of trees, 0: chains. So are drafts of more sequences than
+        a run can write trees for."""
         runner, most = self.runner, max(work.lookahead for work, _ in able)
         reads, works = self.num_unread(able), [work for work, _ in able]
         slots, params = [work.slot for work in works], [work.sequence.params for work in works]
-        if levels:
+        if levels and runner.writes_trees(len(able)):
             run = runner.write_trees(slots, params, levels, reads)
             return [Proposal(num_on_device=work.lookahead, origin=origin, parents=()) for work in works], run
-        count = min(most, self.most_drafted or most)
+        count = min(most, runner.shapes.lookahead, self.most_drafted or most)
         run = runner.write(slots, params, count, reads, origin)
         if not runner.rejection:
             return [Proposal(num_on_device=min(work.lookahead, count), origin=origin) for work in works], run

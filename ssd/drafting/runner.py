@@ -149,6 +149,11 @@ class DraftRunner:
         self.graphs.launch(("store", n, count, origin), lambda: self.buffers.store(n, count, origin))
         return self._launched(slots, shape, count - 1, began)
 
+    def writes_trees(self, sequences: int) -> bool:
+        """Whether a run can write trees for so many sequences."""
+        beams = self.trees.beams if self.trees is not None else 0
+        return 0 < self.shapes.bucket(sequences) * beams <= self.shapes.max_rows
+
     @torch.inference_mode()
     def write_trees(self, slots: Seq[int], params: Seq[SamplingParams], levels: int, reads: int) -> DraftRun:
         """Writes trees of so many levels as the drafts of the sequences; `reads`: as in `write`."""
@@ -272,7 +277,7 @@ class DraftRunner:
                     self.buffers.look_up(shape.sequences, shape.width, self.shapes.lookahead)
                     continue
                 self.buffers.store(shape.sequences, self.shapes.lookahead, Origin.DRAFT)
-                for needs in (ALL_NEEDS if compiling() else [Needs()]) if self.trees is not None else ():
+                for needs in (ALL_NEEDS if compiling() else [Needs()]) if self.writes_trees(shape.sequences) else ():
                     self._tree(shape._replace(needs=needs), self.shapes.lookahead)[1]()
 
     @torch.inference_mode()
@@ -283,7 +288,7 @@ class DraftRunner:
             self.graphs.capture(("stage", n, branches), functools.partial(self._copy_inputs, n, branches))
             for piece in range(_READING, self.shapes.lookahead if branches else self.shapes.lookahead - 1):
                 self.graphs.capture(*self._piece(shape, piece))
-            if self.trees is not None and not branches:
+            if not branches and self.writes_trees(n):
                 self.graphs.capture(*self._tree(shape, self.shapes.lookahead))
 
     @torch.inference_mode()

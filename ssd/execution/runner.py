@@ -122,7 +122,7 @@ class ModelRunner:
         )
         most = most_of_chains = self.max_decode_rows
         if self.tree_depth:
-            most_of_chains = most * (1 + self.tree_depth) // (1 + self.state.lookahead)
+            most_of_chains = min(most, self.state.num_slots * (1 + self.tree_depth))
             for prefill, sizes in ((False, row_buckets(most)), (True, PREFILL_BUCKETS)):
                 self.tree_graphs[prefill] = make(sizes, most=most, prefill=prefill, tree_depth=self.tree_depth)
         if not prefill_only:

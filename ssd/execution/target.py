@@ -364,13 +364,14 @@ class _Launched:
             return None
         count, drafted = row[0], work.proposal.num_tokens
         tokens = tuple(row[2 : 2 + count])
-        first, nodes = 3 + self.width, row[3 + 2 * self.width :][: count - 1]
+        first, is_tree = 3 + self.width, work.proposal.parents is not None
+        nodes = tuple(row[first + self.width :][: count - 1]) if is_tree else ()
         draft = row[first : first + drafted]
         if nodes:
             draft = [*(draft[i] for i in nodes), *(token for i, token in enumerate(draft) if i not in nodes)]
         origin = Origin(row[1]) if work.proposal.num_on_device else work.proposal.origin
         details = self.logprobs.of(i, tokens) if self.logprobs is not None else ()
-        return Outcome(tokens, details, tuple(draft), origin)
+        return Outcome(tokens, details, tuple(draft), origin, nodes)
 
 
 def upload_drafts(state: SequenceState, works: Seq[Work]) -> None:

@@ -8,6 +8,7 @@ where the next draft begins. Wrong ones cost nothing but speed: nobody would not
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -70,20 +71,23 @@ def best_tree(draft: Draft, tokens: Seq[int], params: SamplingParams, seed: int)
 
 
 class SeenTrees:
-    """The trees of a drafter as it writes them to the SequenceState, each beside the best one."""
+    """The trees of a drafter as it writes them to the SequenceState, each beside the best one; in every fourth round it
+    is made to write chains."""
 
     def __init__(self, llm: LLM, draft: Draft) -> None:
         self.seen: list[tuple[Paths, Paths]] = []
         self.accepted: list[int] = []  # before them
         self._state, self._draft = llm.engine.round.target.state, draft
+        self._drafter, self._rounds = llm.engine.round.drafter, itertools.count(1)
         self._propose = llm.engine.round.drafter.propose
         llm.engine.round.drafter.propose = self.propose  # type: ignore[method-assign]
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
+        self._drafter.levels = DEPTH if next(self._rounds) % 4 else 0
         proposals = self._propose(works)
         assert self._state.tree is not None
         for work, proposal in zip(works, proposals, strict=True):
-            if proposal.num_tokens < NODES:  # near the end of a text
+            if proposal.num_tokens < NODES:  # a chain, or near the end of a text
                 continue
             paths: list[tuple[int, ...]] = []
             both = (each[work.slot].tolist() for each in (self._state.drafts, self._state.tree.parents))
