@@ -23,7 +23,9 @@ BUDGETS = (8, 16, 32)  # choices of budget="auto"
 MOST_BRANCHES = 64  # of budget="auto" for a draft in a process of its own beside a GPU
 MAX_FAN_OUT = 16  # branches per draft position
 TREE_MAX = 32  # nodes of the largest tree of tree="auto"
-MOST_TREE_ROWS = 512  # of a batch with tree="auto": with more the target is not bound by reading its weights
+# Rows of a batch with trees of tree="auto": with more the target is not bound by reading its weights. Also those of
+# the largest graph of a batch with trees.
+MOST_TREE_ROWS = 512
 _OF_SSD = {
     *("fan_out", "fan_out_hit", "fan_out_miss", "budget", "backup", "placement"),
     *("draft_device", "draft_replicas", "draft_threads"),

@@ -15,8 +15,8 @@ from ssd.assembly.draft_models import load_draft, open_draft
 from ssd.assembly.draft_workers import follow_draft
 from ssd.assembly.drafters import make_drafter
 from ssd.assembly.fit import check_draft_fits, check_fits
-from ssd.assembly.memory import MAX_IN_FLIGHT, blocks_for, fitting_length, kv_blocks, possible_length
-from ssd.assembly.models import load_decoder, make_runner, make_state, num_slots
+from ssd.assembly.memory import MAX_IN_FLIGHT, blocks_for, fitting_length, kv_blocks, num_slots, possible_length
+from ssd.assembly.models import load_decoder, make_runner, make_state
 from ssd.assembly.open import open_checkpoint
 from ssd.assembly.placement import deepened, placed, sized
 from ssd.assembly.ranks import Follower, Place, Ranks

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ssd.config import MOST_TREE_ROWS
 from ssd.execution.batch import FEW_QUERIES, Batch, BatchInputs, TileSizes
 from ssd.execution.clock import Clock
 from ssd.execution.features import Features
@@ -123,7 +124,7 @@ class ModelRunner:
         most = most_of_chains = self.max_decode_rows
         if self.tree_depth:
             most_of_chains = min(most, self.state.num_slots * (1 + self.tree_depth))
-            for prefill, sizes in ((False, row_buckets(most)), (True, PREFILL_BUCKETS)):
+            for prefill, sizes in ((False, row_buckets(min(most, MOST_TREE_ROWS))), (True, PREFILL_BUCKETS)):
                 self.tree_graphs[prefill] = make(sizes, most=most, prefill=prefill, tree_depth=self.tree_depth)
         if not prefill_only:
             self.graphs = make(row_buckets(most_of_chains), most=most_of_chains, prefill=False)
@@ -140,7 +141,7 @@ class ModelRunner:
             for graphs in self.all_graphs():
                 for inputs in graphs.inputs.values():
                     self._compute(inputs)
-            most = self.max_decode_rows if self.graphs is None else 0
+            most = self.max_decode_rows if self.graphs is None or self.tree_graphs else 0
             for rows in (n for n in _EAGER_SIZES if n <= most):
                 batch = Batch([self.state.padding] * rows, [0] * rows, [1] * rows, [1] * rows)
                 self._rehearse_eagerly(batch, prefill=False)
