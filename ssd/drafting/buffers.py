@@ -22,7 +22,6 @@ from ssd.execution.runner import ModelRunner
 from ssd.kernels.device import kernels
 from ssd.kernels.ops import Branches, DeviceBatch
 from ssd.kernels.transfers import upload
-from ssd.models.decoder import KVCache
 from ssd.sampling import noise
 from ssd.sampling.noise import Stream
 from ssd.sampling.sampler import Rows
@@ -199,13 +198,16 @@ class DraftBuffers:
             place.copy_(each)
         return kept
 
-    def follow(self, kv: KVCache, rows: torch.Tensor, depth: int) -> None:
-        """Copies the KV of `depth` tokens in the branch slots of these rows to those of the first rows."""
-        size = self.shapes.lookahead
-        for cache in (each for layer in kv for each in layer):
-            own = cache.flatten(0, 1)[self._branch_slots :][: self.shapes.max_rows * size]
-            own = own.view(self.shapes.max_rows, size, -1)
-            own[: len(rows), :depth] = own[rows, :depth]
+    def follow(self, above: torch.Tensor, beams: int, depth: int) -> None:
+        """Gives each row the KV of `depth` tokens in the branch slots of the row that it follows (int64 [rows])."""
+        kernels(self.device).rounds.follow_rows(
+            above=above,
+            caches=self.runner.own_caches,
+            beams=beams,
+            depth=depth,
+            first_slot=self._branch_slots,
+            slots_per_branch=self.shapes.lookahead,
+        )
 
     def row_batch(self, shape: RunShape, depth: int, tables: Tables, beams: torch.Tensor | None = None) -> DeviceBatch:
         """The newest token of every row, whose KV goes to the row's branch slots. `beams`: of rows that are those of

@@ -56,8 +56,8 @@ class HeadRunner(DraftRunner):
         powers = [[carried**place] for place in range(shapes.reads)]
         self._carry = torch.tensor(powers, dtype=head.dtype, device=self.device)
 
-    def follow_rows(self, above: torch.Tensor, depth: int) -> None:
-        super().follow_rows(above, depth)
+    def follow_rows(self, above: torch.Tensor, beams: int, depth: int) -> None:
+        super().follow_rows(above, beams, depth)
         self.head.hidden[: len(above)].copy_(self.head.hidden[above])
 
     def _copy_inputs(self, n: int, branches: bool) -> None:

@@ -393,17 +393,17 @@ class DraftRunner:
             rows = Rows(inputs.slots(n), inputs.first[:n] + count)
             tokens, above = trees.add(self.choice.widened(logits, shape.needs), rows, shape.needs)
             for depth in range(levels - 1):
-                self.follow_rows(above, depth)
+                self.follow_rows(above, trees.beams, depth)
                 buffers.chain[: grown.rows, depth].copy_(tokens.flatten())
                 logits = self._forward(shape, buffers.row_batch(grown, depth, self._tables(shape), behind))
                 rows = buffers.decided(grown)
                 tokens, above = trees.add(self.choice.widened(logits, shape.needs), rows, shape.needs)
             trees.store(inputs.slots(n), Origin.DRAFT)
 
-    def follow_rows(self, above: torch.Tensor, depth: int) -> None:
+    def follow_rows(self, above: torch.Tensor, beams: int, depth: int) -> None:
         """Gives each row what the row above it has: the KV of `depth` tokens in branch slots."""
         if depth:
-            self.buffers.follow(self.kv, above, depth)
+            self.buffers.follow(above, beams, depth)
 
     def _read_and_plan(self, shape: RunShape, fan_out: FanOut) -> None:
         n, width, buffers = shape.sequences, shape.width, self.buffers

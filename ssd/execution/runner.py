@@ -19,7 +19,7 @@ from ssd.execution.clock import Clock
 from ssd.execution.features import Features
 from ssd.execution.graphs import PREFILL_BUCKETS, BatchGraph, BatchGraphs, row_buckets
 from ssd.execution.state import DeviceBlockTables, SequenceState
-from ssd.models.decoder import Decoder
+from ssd.models.decoder import Decoder, KVCache
 
 # Rows of eager batches: one of each number that has kernels of its own (`kernels.linear`, `kernels.cublaslt`).
 _EAGER_SIZES = (1, *range(8, 128, 8), *range(129, 512, 64), *(n * 2**i // 2 + 1 for i in range(9, 16) for n in (2, 3)))
@@ -290,15 +290,18 @@ class ModelRunner:
 
     @functools.cached_property
     def _caches(self) -> list[torch.Tensor]:
-        """By group of layers: address of each tensor, and bytes of a token in it."""
+        """By group of layers, those of a draft in the same blocks among the first one's: see `_cache_table`."""
         found = []
         for number, group in enumerate(self.decoder.kv_groups):
-            tensors = [tensor for i in group.layers for tensor in self.kv[i]]
-            if self.features is not None and number == 0:
-                tensors += [tensor for layer in self.features.kv for tensor in layer]
-            sizes = [(each.data_ptr(), each[0, 0].numel() * each.element_size()) for each in tensors]
-            found.append(torch.tensor(sizes, dtype=torch.int64, device=self.decoder.device).view(-1, 2))
+            layers = [self.kv[i] for i in group.layers]
+            layers += self.features.kv if self.features is not None and number == 0 else []
+            found.append(_cache_table(layers, self.decoder.device))
         return found
+
+    @functools.cached_property
+    def own_caches(self) -> torch.Tensor:
+        """Of a draft model, all layers of which have the same KV slots: see `_cache_table`."""
+        return _cache_table(self.kv, self.decoder.device)
 
     def wait(self, clock: Clock) -> None:
         """Waits for the device."""
@@ -323,3 +326,9 @@ class ModelRunner:
     def tile_sizes(self) -> TileSizes:
         ops, heads = self.decoder.ops, self.decoder.heads
         return TileSizes(decode=ops.tile_tokens(heads, prefill=False), prefill=ops.tile_tokens(heads, prefill=True))
+
+
+def _cache_table(kv: KVCache, device: torch.device) -> torch.Tensor:
+    """Address of each tensor, and bytes of a token in it: int64 [tensors, 2]."""
+    sizes = [(each.data_ptr(), each[0, 0].numel() * each.element_size()) for layer in kv for each in layer]
+    return torch.tensor(sizes, dtype=torch.int64, device=device).view(-1, 2)
