@@ -91,7 +91,7 @@ class SpeculationConfig:
         None,
         "sd with a learned draft: nodes of the draft tree of a sequence, whose paths have up to k tokens. None: a "
         f"chain of k tokens. auto: a tree of up to {TREE_MAX} nodes, a chain or plain decoding, chosen by measured "
-        "speed for each batch size. On a CPU only.",
+        "speed for each batch size.",
         least=2,
         most=64,
     )

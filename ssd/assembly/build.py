@@ -52,11 +52,6 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     tokenizer = checkpoint.tokenizer()
     device = resolve_device(config.device)
     check_split(checkpoint.config, config.tensor_parallel_size)
-    if device.type == "cuda" and config.speculation.tree is not None:  # over latent attention no kernel has them
-        raise ConfigError(
-            f"speculation tree={config.speculation.tree}: draft trees are not proven exact on GPUs yet: leave it out, "
-            "or use device='cpu'"
-        )
     if device.type == "cuda":
         compiling.prepare()  # while weights are read
     draft = open_draft(config.speculation, checkpoint, tokenizer)

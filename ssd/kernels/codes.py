@@ -52,7 +52,7 @@ class Codes:
         """Weights of one scale."""
         return self.values.shape[1] // self.scales.shape[1]
 
-    def rows(self, index: torch.Tensor) -> Codes:
+    def rows(self, index: torch.Tensor | slice) -> Codes:
         offsets = None if self.offsets is None else self.offsets[index]
         factors = None if self.factors is None else Factors(*(each[:, index] for each in self.factors))
         return replace(self, values=self.values[index], scales=self.scales[index], offsets=offsets, factors=factors)

@@ -19,7 +19,6 @@ from ssd import LLM, SamplingParams
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skip(reason="draft trees are refused on GPUs (build_engine) until these tests have passed there"),
 ]
 PROMPTS = ragged_prompts(12, longest=100)
 
