@@ -97,8 +97,8 @@ class SpeculationConfig:
     )
     suffix: bool = option(
         False,
-        "sd: suffix look-up beside the draft model or head. For each sequence the draft is verified that is expected "
-        "to have more tokens accepted.",
+        "sd, auto: suffix look-up beside the draft model or head. For each sequence the draft is verified that is "
+        "expected to have more tokens accepted. auto: the fastest of no drafts, look-up alone, and both.",
     )
     suffix_cache_tokens: int = option(
         0,
@@ -209,11 +209,11 @@ class SpeculationConfig:
         if self.draft == "ngram":
             raise ConfigError(f'speculation draft="ngram": n-gram look-up is replaced by draft={SUFFIX!r}')
         modelless = self.draft is not None and self.draft_model is None
-        plain = self.mode == "sd" or (self.mode == "auto" and modelless)
+        plain = self.mode == "sd" or (self.mode == "auto" and (modelless or self.suffix))
         if plain and (ahead := self.options_of_ssd):
             which, other = f'mode="{self.mode}"', ', or use mode="ssd"'
-            if modelless:
-                which, other = f"draft={self.draft!r}", ""
+            if modelless or (self.suffix and self.mode == "auto"):
+                which, other = f"draft={self.draft!r}" if modelless else "suffix=True", ""
             raise ConfigError(f"speculation {which} has no option {', '.join(ahead)}: leave it out{other}")
         if self.mode == "ssd" and modelless:
             raise ConfigError(
@@ -223,9 +223,9 @@ class SpeculationConfig:
             raise ConfigError(
                 f"speculation draft_quantization is for draft models, not for {self.draft!r}: leave it out"
             )
-        if self.suffix and (self.mode != "sd" or modelless):
+        if self.suffix and (self.mode not in ("sd", "auto") or modelless):
             raise ConfigError(
-                f"speculation suffix is look-up beside a draft model or head: use mode='sd' and name one, or "
+                f"speculation suffix is look-up beside a draft model or head: use mode='sd' or 'auto' and name one, or "
                 f"draft={SUFFIX!r} for look-up alone"
             )
         if self.suffix_cache_tokens and not (self.suffix or self.draft == SUFFIX):
@@ -307,7 +307,8 @@ class SpeculationConfig:
     @property
     def draft_tokens(self) -> int:
         """Maximum number of draft tokens of a sequence that a round verifies."""
-        return self.nodes or self.lookahead
+        chain = max(self.lookahead, K_SUFFIX) if self.suffix and self.mode == "auto" else self.lookahead
+        return self.nodes or chain
 
     def most_rows(self, sequences: int) -> int:
         """Maximum number of query tokens of a round in which so many sequences decode."""

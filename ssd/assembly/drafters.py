@@ -62,6 +62,8 @@ def drafter_of(
     else:
         if speculation.mode != "ssd":
             drafters["sd"] = _sd_drafter(model, speculation, state)
+        if speculation.suffix and speculation.mode == "auto":
+            drafters["suffix"] = drafters["sd"]
         if workers is not None:
             drafters["ssd"] = workers
     if speculation.tree == "auto":
@@ -87,9 +89,9 @@ def _sd_drafter(model: DraftSource | None, speculation: SpeculationConfig, state
             )
         return CustomDrafter(draft, k)
     levels = k if speculation.nodes else 0
-    learned = ModelDrafter(model, speculation.draft_tokens, levels) if model is not None else None
+    learned = ModelDrafter(model, speculation.nodes or k, levels) if model is not None else None
     if learned is not None and not speculation.suffix:
         return learned
     in_flight = kernels(state.device).draft_table is not None and speculation.acceptance == "coupled"
     answers, cached = DraftAnswers(state) if in_flight else None, speculation.suffix_cache_tokens
-    return SuffixDrafter(k, learned=learned, cached_tokens=cached, answers=answers)
+    return SuffixDrafter(speculation.draft_tokens, learned=learned, cached_tokens=cached, answers=answers)

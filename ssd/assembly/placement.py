@@ -35,9 +35,11 @@ def placed(
 
     `placement="auto"` is a process if the draft has a GPU of its own or a core of a CPU, else a stream on a GPU, else
     inline. With mode="auto" it stays "auto" where nothing can run at the same time, and SSD is not among the modes.
-    `head`: the draft is a head, which is where the target is. `prepares`: SSD is among the draft's modes.
+    `head`: the draft is a head, which is where the target is. `prepares`: SSD is among the draft's modes, as far as it
+    depends on the draft.
     `ranks`: of the target.
     """
+    prepares = prepares and not speculation.suffix
     if speculation.mode not in ("ssd", "auto") or speculation.draft_model is None or not prepares:
         return speculation
     placement, wanted = speculation.placement, speculation.draft_device

@@ -71,6 +71,8 @@ class Method:
         look_up = {"suffix", "suffix_cache_tokens"}
         of_sd = {"k_max", "acceptance", "saguaro_c", "draft_quantization"} | look_up
         kept = {SUFFIX: {"k_max", "suffix_cache_tokens"}, "sd": of_sd, TREE: of_sd}
+        if mode == "auto" and options.get("suffix"):
+            kept["auto"] = set(options)
         names = kept.get(mode, options.keys() - look_up)
         return cls(f"{name} k={k}", chosen | {"k": k} | {each: options[each] for each in options if each in names})
 
@@ -217,6 +219,8 @@ def _in_process(method: Method, device: str) -> bool:
     placement = "process" if method.speculation.get("draft_device") else method.speculation.get("placement", "auto")
     if method.speculation["mode"] not in ("ssd", "auto") or placement not in ("auto", "process"):
         return False
+    if method.speculation.get("suffix"):
+        return False
     draft = method.speculation.get("draft")
     if placement == "auto" and draft is not None and feature_draft_kind(str(draft)) is not None:
         return False
@@ -229,13 +233,17 @@ def _covering(wanted: Seq[SpeculationConfig]) -> SpeculationConfig:
     if not with_model:
         deepest = max(s.lookahead for s in wanted)
         return SpeculationConfig(mode="sd", draft=SUFFIX, k=deepest) if deepest else SpeculationConfig()
-    ahead = [s for s in with_model if s.mode in ("ssd", "auto")]
-    deepest, nodes = max(s.lookahead for s in wanted), max(s.nodes for s in wanted)
-    if nodes and ahead:
+    ahead = [s for s in with_model if s.mode in ("ssd", "auto") and not s.suffix]
+    beside = [s for s in with_model if s.mode == "auto" and s.suffix]  # whose states have room for look-up
+    deepest = max(s.lookahead if s.nodes else s.draft_tokens for s in wanted)
+    nodes = max(s.nodes for s in wanted)
+    if nodes and (others := ahead + beside):
         raise ConfigError(
-            f"methods: {TREE} and {ahead[0].mode} with a draft on the target's device have no engine in common: "
+            f"methods: {TREE} and {others[0].mode} with a draft on the target's device have no engine in common: "
             "measure them one after the other"
         )
+    if not ahead and beside:
+        return replace(beside[0], k=max(s.lookahead for s in with_model), k_max=None)
     if not ahead:
         return replace(with_model[0], k=deepest, k_max=None, tree=max(nodes, deepest) if nodes else None)
     widest = max(ahead, key=lambda s: max(s.budgets))

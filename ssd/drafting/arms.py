@@ -9,6 +9,7 @@ rounds.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -45,11 +46,14 @@ class Arm(NamedTuple):
 
     k: int  # draft tokens per round
     width: int  # branches per sequence; 0: none prepared, the draft is written in `propose`
+    look_up: bool = False  # with suffix look-up, whose drafts have lengths of their own
     nodes: int = 0  # of a tree with paths of up to k tokens; 0: drafts are chains
 
     @property
     def mode(self) -> str:
-        return "ar" if not self.k else "ssd" if self.width else "tree" if self.nodes else "sd"
+        if not self.k:
+            return "suffix" if self.look_up else "ar"
+        return "ssd" if self.width else "tree" if self.nodes else "sd"
 
     @property
     def lookahead(self) -> int:
@@ -63,8 +67,8 @@ class Arm(NamedTuple):
 
     @property
     def varies(self) -> bool:
-        """Whether its tokens per round are learned in its own rounds alone."""
-        return self.mode in ("ssd", "tree")
+        """Whether its rounds differ in what they do, or its tokens per round are learned in them alone."""
+        return self.width > 0 or self.look_up or self.nodes > 0
 
     def __str__(self) -> str:
         more = f", {self.width} branches" if self.width else f", {self.nodes} nodes" if self.nodes else ""
@@ -72,6 +76,7 @@ class Arm(NamedTuple):
 
 
 PLAIN = Arm(0, 0)
+LOOK_UP = Arm(0, 0, look_up=True)
 
 
 def depths_up_to(most: int) -> list[int]:
@@ -80,13 +85,18 @@ def depths_up_to(most: int) -> list[int]:
 
 
 def make_arms(modes: Seq[str], depths: Seq[int], widths: Seq[int], nodes: int = 0) -> list[Arm]:
-    """The arms of these modes: every depth, and for SSD every width; `nodes`: of the largest tree."""
+    """The arms of these modes: every depth, and for SSD every width. With the mode "suffix", SD has look-up, too.
+
+    `nodes`: of the largest tree.
+    """
+    look_up = "suffix" in modes
     arms = [PLAIN] if "ar" in modes else []
+    arms += [LOOK_UP] if look_up else []
     for k in depths:
-        arms += [Arm(k, 0)] if "sd" in modes else []
+        arms += [Arm(k, 0, look_up)] if "sd" in modes else []
         arms += [Arm(k, width) for width in widths] if "ssd" in modes else []
     sizes = [count for count in _NODES if depths[-1] < count < nodes] + [nodes]
-    return arms + ([Arm(depths[-1], 0, count) for count in sizes] if "tree" in modes else [])
+    return arms + ([Arm(depths[-1], 0, nodes=count) for count in sizes] if "tree" in modes else [])
 
 
 def arms_for(arms: Seq[Arm], batch: int) -> list[Arm]:
@@ -140,6 +150,19 @@ def _new_ready() -> Average:
     return Average(0.998, 9.0, 10.0)
 
 
+def _new_gain() -> Average:
+    return Average(0.99, 10.0, 10.0)
+
+
+def _new_found() -> Average:
+    return Average(0.99, 5.0, 5.0)
+
+
+def times_of(arm: Arm) -> TypicalSeconds:
+    """Rounds of look-up verify drafts of any length, and all of them count."""
+    return TypicalSeconds(last=deque(maxlen=64), most=8.0) if arm.look_up else TypicalSeconds()
+
+
 @dataclass
 class ArmTimes:
     """Seconds per round of every arm for one batch size, and the arm chosen by them."""
@@ -153,6 +176,8 @@ class ArmTimes:
     level: float | None = 1.0
     checked_level: float = 1.0  # when the modes were compared
     ready: Average = field(default_factory=_new_ready)  # see `tokens`
+    gain: Average = field(default_factory=_new_gain)  # the same
+    found: Average = field(default_factory=_new_found)  # the same
     untried: list[Arm] = field(default_factory=list)  # arms that are measured whatever it costs, the first one first
     first_interval: int = 0  # rounds before each of them
     thorough: bool = False  # until all are measured at the start, and SSD with the first text: no trial ends early
@@ -174,15 +199,17 @@ class ArmTimes:
         return self.trial is None and not self.untried
 
     def _representatives(self) -> list[Arm]:
-        """The middle depth of SD, then plain decoding, then SSD with each width, then trees, the largest first."""
+        """The middle depth of SD, then plain decoding, look-up alone, SSD with each width, and trees, the largest
+        first."""
         depths = sorted({arm.k for arm in self.arms if arm.k})
-        usual = [arm for arm in self.arms if arm == PLAIN or arm.nodes or arm.k == depths[len(depths) // 2]]
-        return sorted(usual, key=lambda arm: (("sd", "ar", "ssd", "tree").index(arm.mode), -arm.nodes))
+        usual = [arm for arm in self.arms if not arm.k or arm.nodes or arm.k == depths[len(depths) // 2]]
+        return sorted(usual, key=lambda arm: (("sd", "ar", "suffix", "ssd", "tree").index(arm.mode), -arm.nodes))
 
     def like(self, arms: list[Arm]) -> ArmTimes:
         """To start another batch size with, which has these arms: the same ratios, to be checked for the best arm of
         each mode and all trees, which cost more in larger batches."""
-        seconds = {arm: TypicalSeconds(s.mean) for arm, s in self.seconds.items() if s.mean and arm in arms}
+        known = {arm: s.mean for arm, s in self.seconds.items() if s.mean and arm in arms}
+        seconds = {arm: replace(times_of(arm), mean=mean) for arm, mean in known.items()}
         if not seconds:
             return ArmTimes(arms, self.accepted)
         best = self.best if self.best in arms else max(seconds, key=self.speed)
@@ -194,6 +221,8 @@ class ArmTimes:
             best,
             level=None,
             ready=replace(self.ready),
+            gain=replace(self.gain),
+            found=replace(self.found),
             untried=[arm for arm in checked if arm != best] or [best],
             first_interval=_NEW_SIZE_INTERVAL,
             least=self.least,
@@ -211,7 +240,7 @@ class ArmTimes:
         With SSD, from which that of SD is known, too, unless SSD would be slower even without a miss. Where plain
         decoding is expected to be the fastest, SD is tried if it is known to be faster when all drafts are accepted.
         """
-        self.ready = _new_ready()
+        self.ready, self.gain, self.found = _new_ready(), _new_gain(), _new_found()
         self.best = self._best()
         fastest = self.speed(self.best)
         ssd = sorted((arm for arm, s in self.seconds.items() if arm.width and s.last), key=self.speed)[-1:]
@@ -225,7 +254,7 @@ class ArmTimes:
 
         A drift of this arm is assumed to apply to all arms: it changes `level`.
         """
-        known = self.seconds.setdefault(arm, TypicalSeconds())
+        known = self.seconds.setdefault(arm, times_of(arm))
         if self.level is None and comparable:
             self.level = self.checked_level = seconds / known.mean if known.mean else 1.0
         elif self.level is not None and comparable and len(known.last) >= _MIN_SAMPLES:
@@ -263,11 +292,15 @@ class ArmTimes:
         """Estimated tokens per round and sequence.
 
         A prepared draft may miss, be late or be short: `ready` is the number of accepted tokens relative to that of a
-        draft written in `propose`.
+        draft written in `propose`. `gain` is the same of learned drafts and those of look-up together, and `found` the
+        number of accepted tokens of look-up alone.
         """
+        if arm == LOOK_UP:
+            return 1.0 + float(self.found.value)
         if arm.nodes:
             return 1.0 + self.accepted(arm.k, arm.nodes)
-        return 1.0 + self.accepted(arm.k) * (self.ready.value if arm.width else 1.0)
+        ratio = self.ready.value if arm.width else self.gain.value if arm.look_up else 1.0
+        return 1.0 + self.accepted(arm.k) * float(ratio)
 
     def speed(self, arm: Arm) -> float:
         """Expected tokens per second and sequence; 0: not known."""
@@ -279,7 +312,7 @@ class ArmTimes:
         self.trials += 1
         self.trial, self.rounds = arm, 0
         self.tried[arm] = self.trials
-        self.seconds.setdefault(arm, TypicalSeconds()).last.clear()
+        self.seconds.setdefault(arm, times_of(arm)).last.clear()
 
     def _review(self) -> None:
         """Measures the arm with the best optimistic speed again, of those that cost no more than trials may."""
@@ -302,7 +335,7 @@ class ArmTimes:
         The acceptance that SSD would have is learned from SD, which is tried first.
         """
         tokens = 1.0 + (self.accepted(arm.k) if arm.width else arm.k)
-        return arm == PLAIN or tokens > self.speed(self.best) * self.least.get(arm, 0.0)
+        return arm == PLAIN or arm.look_up or tokens > self.speed(self.best) * self.least.get(arm, 0.0)
 
     def _lost(self, arm: Arm, seconds: float) -> float:
         """Seconds that a round of an arm loses if it takes `seconds`: the best arm's tokens would come earlier."""
@@ -319,7 +352,8 @@ class ArmTimes:
     def _measured(self, arm: Arm) -> bool:
         count, other = len(self.seconds[arm].last), max([0.0, *(self.speed(a) for a in self.arms if a != arm)])
         ratio = self.speed(arm) / other if other else 1.0
-        if ratio < _HOPELESS and not (self.thorough and (arm.varies or arm == self.best or arm not in self.least)):
+        through = arm.width or arm.nodes or arm == self.best or arm not in self.least
+        if ratio < _HOPELESS and not (self.thorough and through):
             return count >= (_MIN_SAMPLES if arm.varies else 1)
         if not arm.varies and not (arm.k and self.thorough):
             return count >= _MIN_SAMPLES
@@ -334,11 +368,11 @@ class ArmTimes:
         """
         if arm in self.seconds and self.seconds[arm].mean:
             return self.seconds[arm].mean
-        like = {
-            a.lookahead: s.mean
-            for a, s in self.seconds.items()
-            if s.mean and ((a.mode, a.width) == (arm.mode, arm.width) or (a == PLAIN and not arm.nodes))
-        }
+        if arm == LOOK_UP:
+            return 0.0
+        kind = arm.mode, arm.width
+        alike = (a for a in self.seconds if (a.k and (a.mode, a.width) == kind) or (a == PLAIN and not arm.nodes))
+        like = {a.lookahead: self.seconds[a].mean for a in alike if self.seconds[a].mean}
         known = sorted(like.items())
         if len(known) < 2:
             return 0.0

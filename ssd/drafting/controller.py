@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from ssd.core import MODEL_WRITTEN, Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Confidence, Drafter, DrafterStats, PerRound, Prepared, never
-from ssd.drafting.arms import PLAIN, RECORDING, SETTLING, AcceptanceRates, Arm, ArmTimes, arms_for
-from ssd.drafting.estimate import TypicalSeconds
+from ssd.drafting.arms import PLAIN, RECORDING, SETTLING, AcceptanceRates, Arm, ArmTimes, arms_for, times_of
 from ssd.execution.clock import Clock
 
 log = logging.getLogger("ssd")
@@ -82,6 +81,9 @@ class DepthController(Drafter):
     @property
     def _drafter(self) -> Drafter:
         return self.drafters[self.arm.mode]
+
+    def slots(self, k: int) -> int:
+        return self._drafter.slots(k)
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
         if self._rested[self._drafter]:
@@ -167,7 +169,13 @@ class DepthController(Drafter):
     def _learn(self, works: Seq[Work], outcomes: Seq[Outcome | None], arm: Arm, times: ArmTimes | None) -> None:
         """`times`: None where the round is not one of many alike."""
         found = [(work, outcome) for work, outcome in zip(works, outcomes, strict=True) if outcome is not None]
-        written = [outcome for _, outcome in found if outcome.draft and (not arm.width or _written(outcome))]
+        written = [outcome for _, outcome in found if outcome.draft and (not arm.varies or _written(outcome))]
+        if arm.look_up and times is not None:
+            for work, outcome in found:
+                if work.lookahead and not arm.k:
+                    times.found.add(outcome.num_accepted)
+                elif work.lookahead:
+                    times.gain.add(outcome.num_accepted, self._rates.accepted(min(arm.k, work.lookahead)))
         if arm.width and times is not None:
             for work, outcome in found:
                 if work.lookahead:
@@ -196,9 +204,10 @@ class DepthController(Drafter):
 
     def _take(self, arm: Arm, following: Arm | None = None) -> None:
         """Sets the arm of the rounds scheduled next."""
-        self.arm, self.lookahead, self._next = arm, arm.lookahead, following
+        self.arm, self._next = arm, following
+        self.lookahead = arm.nodes or self._drafter.slots(arm.k)
+        self._drafter.k, self._drafter.levels = arm.k, arm.levels
         self._drafter.budget = self.budget = arm.width
-        self._drafter.levels = self.levels = arm.levels
 
     def _log_choice(self, size: int, times: ArmTimes) -> None:
         if times.complete and self._chosen.get(size) != times.best:
@@ -210,7 +219,7 @@ class DepthController(Drafter):
             )
 
     def _of_passes(self, least: Mapping[Arm, float]) -> ArmTimes:
-        seconds = {arm: TypicalSeconds() for arm in self._arms}
+        seconds = {arm: times_of(arm) for arm in self._arms}
         for arm, typical in seconds.items():
             typical.add(least[arm])
         times = self._times[0] = ArmTimes(self._arms, self._rates.accepted, seconds, level=None, least=least)

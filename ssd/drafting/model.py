@@ -56,16 +56,24 @@ class DraftSource:
         self.model_runner.tables.update([(work.slot, work.sequence.kv.blocks)])
         return DraftSequence(work.slot)
 
-    def write(self, able: Seq[Able], origin: Origin = Origin.DRAFT, levels: int = 0) -> tuple[list[Proposal], DraftRun]:
-        """Writes drafts that the target waits for; `levels`: of trees, 0: chains. So are drafts of more sequences than
-        a run can write trees for."""
+    def slots(self, k: int) -> int:
+        """KV slots that a sequence needs for drafts of k tokens on average."""
+        return k
+
+    def write(
+        self, able: Seq[Able], origin: Origin = Origin.DRAFT, k: int | None = None, levels: int = 0
+    ) -> tuple[list[Proposal], DraftRun]:
+        """Writes drafts that the target waits for, of up to k tokens; None: as many as there are slots for.
+
+        `levels`: of trees; 0: chains. So are drafts of more sequences than a run can write trees for.
+        """
         runner, most = self.runner, max(work.lookahead for work, _ in able)
         reads, works = self.num_unread(able), [work for work, _ in able]
         slots, params = [work.slot for work in works], [work.sequence.params for work in works]
         if levels and runner.writes_trees(len(able)):
             run = runner.write_trees(slots, params, levels, reads)
             return [Proposal(num_on_device=work.lookahead, origin=origin, parents=()) for work in works], run
-        count = min(most, runner.shapes.lookahead, self.most_drafted or most)
+        count = min(most, k or most, runner.shapes.lookahead, self.most_drafted or most)
         run = runner.write(slots, params, count, reads, origin)
         if not runner.rejection:
             return [Proposal(num_on_device=min(work.lookahead, count), origin=origin) for work in works], run
@@ -268,11 +276,14 @@ class ModelDrafter(Drafter):
         self.lookahead, self.levels = lookahead, levels
         self._runs: list[DraftRun] = []  # not in `stats` yet
 
+    def slots(self, k: int) -> int:
+        return self.model.slots(k)
+
     def propose(self, works: Seq[Work]) -> list[Proposal]:
         able = [(w, own) for w in works if wants_draft(w) and (own := self.model.state_of(w, works))]
         if not able:
             return super().propose(works)
-        written, run = self.model.write(able, levels=self.levels)
+        written, run = self.model.write(able, k=self.k, levels=self.levels)
         self._runs.append(run)
         proposals = {id(work): proposal for (work, _), proposal in zip(able, written, strict=True)}
         return [proposals.get(id(work), Proposal()) for work in works]

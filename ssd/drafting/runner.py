@@ -11,7 +11,7 @@ branch's own tokens is in branch slots, which belong to no block of the pool.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -373,7 +373,7 @@ class DraftRunner:
         logits = self.read(shape, self.buffers.indices(shape).before + count)
         self.choice.choose(shape, 0, logits, Rows(inputs.slots(n), inputs.first[:n] + count))
 
-    def _tree(self, shape: RunShape, levels: int) -> tuple[tuple[Any, ...], Callable[[], None]]:
+    def _tree(self, shape: RunShape, levels: int) -> tuple[Hashable, Callable[[], None]]:
         """The key of a run that writes trees, and what it launches."""
         assert self.trees is not None
         grown = self.shapes.after_reading(shape)._replace(width=self.trees.beams)

@@ -879,6 +879,11 @@ def test_a_request_may_do_without(target: str) -> None:
         ({"mode": "auto", "draft": "suffix", "budget": 8}, "draft='suffix' has no option budget: leave it out$"),
         ({"mode": "sd", "draft": "tiny-llama-draft", "draft_threads": 2}, "no option draft_threads.*ssd"),
         (
+            {"mode": "auto", "draft": "tiny-llama-draft", "suffix": True, "budget": 8},
+            "suffix=True has no option budget",
+        ),
+        ({"mode": "ssd", "draft": "tiny-llama-draft", "suffix": True}, "use mode='sd' or 'auto'"),
+        (
             {"mode": "auto", "draft": "tiny-llama-draft", "placement": "inline", "draft_threads": 1},
             'draft_threads=1 is for a draft in a process of its own.*not for placement="inline": leave it out',
         ),

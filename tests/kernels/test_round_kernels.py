@@ -366,17 +366,54 @@ def test_extending_rows(width: int, depth: int) -> None:
     assert [column[-1] for column in found[0]] == last
 
 
-def test_keeping_the_best_of_two() -> None:
-    """Also where there is no second token, and none at all."""
+@pytest.mark.parametrize("each", [1, 2])
+def test_keeping_the_best_of_two(each: int) -> None:
+    """Also where there is no second token, and none at all; one row or several of a row of the chain."""
     best = torch.tensor([[3, 4], [5, 6], [7, 0], [0, 0]]).int()
     scores = torch.tensor([[2.5, 1.0], [1.0, 1.0], [1.0, -torch.inf], [-torch.inf, -torch.inf]])
     for rounds, device in ALL:
-        chain, confidence = torch.zeros((6, 3), dtype=torch.int32, device=device), torch.zeros((6, 3), device=device)
+        chain, confidence = torch.zeros((6, 4), dtype=torch.int32, device=device), torch.zeros((6, 4), device=device)
         tensors = {"best": best.to(device), "scores": scores.to(device), "chain": chain, "confidence": confidence}
-        rounds.keep_best(**tensors, column=1, max_confidence=100.0)
-        assert chain[:, 1].tolist() == [3, 5, 7, 0, 0, 0]
-        assert confidence[:, 1].tolist() == [1.5, 0.0, 100.0, 0.0, 0.0, 0.0]
-        assert not chain[:, [0, 2]].any()
+        rounds.keep_best(**tensors, column=1, each=each, max_confidence=100.0)
+        assert chain[: 4 // each, 1 : 1 + each].flatten().tolist() == [3, 5, 7, 0]
+        assert confidence[: 4 // each, 1 : 1 + each].flatten().tolist() == [1.5, 0.0, 100.0, 0.0]
+        assert int(chain.count_nonzero()) == 3
+        assert int(confidence.count_nonzero()) == 2
+
+
+@pytest.mark.parametrize("anchored", [False, True])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rows_of_blocks(seed: int, anchored: bool) -> None:
+    """The last token and masks behind it; what is written is in the order of sequences, or of places; no slot beyond
+    the blocks; padding."""
+    world = World(seed)
+    count, by_place = world.lookahead + 1, seed % 2 == 1
+    slots = world.rng.sample(range(len(world.tables) - 1), world.rng.randint(1, 5))
+    slots += [len(world.tables) - 1] * (seed % 3 * 30)  # padding, also more rows than one program has
+    n, queries, found = len(slots), count + (not anchored), []
+    for rounds, device in ALL:
+        names = ("tokens", "positions", "slot_mapping", "context_len", "row_slots")
+        out = {name: torch.full((n * queries,), -2, dtype=torch.int32, device=device) for name in names}
+        for name in ("decided", "decided_slot"):
+            made = torch.full((n * count,), -2, dtype=torch.int32, device=device)
+            out[name] = made.view(count, n).T if by_place else made.view(n, count)
+        rounds.block_rows(
+            world.state(device).view,
+            slots=torch.tensor(slots, dtype=torch.int32, device=device),
+            tables=world.tables.to(device),
+            mask_token=VOCAB + 3,
+            block_size=BLOCK_SIZE,
+            **out,
+        )
+        found.append({name: values.tolist() for name, values in out.items()})
+    assert found[0] == found[1] == found[2]
+    last = int(world.tensors["length"][slots[0]]) - 1
+    token = int(world.tensors["token_ids"][slots[0], last])
+    assert found[0]["tokens"][:queries] == [token, *[VOCAB + 3] * (queries - 1)]
+    assert found[0]["decided"][0] == list(range(last + 1, last + 1 + count))
+    assert (min(found[0]["slot_mapping"]) == -1) == any(
+        world.tables[slot, 0] * BLOCK_SIZE < world.tensors["length"][slot] - 1 + queries for slot in slots
+    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)

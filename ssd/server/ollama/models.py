@@ -25,7 +25,7 @@ from ssd.server.ollama.writer import timestamp
 from ssd.server.protocol import Json
 from ssd.text.harmony import is_harmony
 from ssd.text.reasoning import marks_reasoning
-from ssd.text.tool_calls import has_tools
+from ssd.text.tool_formats import has_tools
 from ssd.version import VERSION
 
 router = APIRouter(route_class=JsonRoute, responses=OLLAMA_ERROR_RESPONSES)

@@ -254,6 +254,28 @@ int ssd_extend_rows(const void *given, int threads) {
     return 0;
 }
 
+int ssd_block_rows(const void *given, int threads) {
+    const struct block_rows *a = given;
+    for (long i = 0, row = 0; i < a->sequences; i++) {
+        long slot = a->slots[i];
+        if (outside(slot, a->num_slots) || a->length[slot] < 1 || a->length[slot] > a->columns) return 1;
+        long first = a->length[slot] - 1;
+        const int32_t *table = a->tables + slot * a->table_columns;
+        for (long place = 0; place < a->queries; place++, row++) {
+            long position = first + place, block = position / a->block_size, written = place - a->queries + a->count;
+            int known = block < min_l(table[0], a->table_columns - 1);
+            a->tokens[row] = place ? (int32_t)a->mask_token : a->token_ids[slot * a->columns + first];
+            a->positions[row] = (int32_t)position;
+            a->slot_mapping[row] = known ? (int32_t)(table[1 + block] * a->block_size + position % a->block_size) : -1;
+            a->context_len[row] = (int32_t)(first + a->queries), a->row_slots[row] = (int32_t)slot;
+            if (written < 0) continue;
+            a->decided[i * a->ld_sequence + written * a->ld_place] = (int32_t)(first + 1 + written);
+            a->decided_slot[i * a->ld_sequence + written * a->ld_place] = (int32_t)slot;
+        }
+    }
+    return 0;
+}
+
 /* The first of `found` tokens of each row, and by how much its score is the largest; -inf less -inf, where there is no token
  * at all, is 0. */
 int ssd_keep_best(const void *given, int threads) {
@@ -261,8 +283,9 @@ int ssd_keep_best(const void *given, int threads) {
     const float lowest = -1e38f, *scores = a->scores;
     for (long row = 0; row < a->rows; row++, scores += a->found) {
         float margin = (scores[0] < lowest ? lowest : scores[0]) - (scores[1] < lowest ? lowest : scores[1]);
-        a->chain[row * a->ld + a->column] = (int32_t)max_l(a->best[row * a->found], 0);
-        a->confidence[row * a->ld + a->column] = margin > a->max_confidence ? a->max_confidence : margin;
+        long at = row / a->each * a->ld + a->column + row % a->each;
+        a->chain[at] = (int32_t)max_l(a->best[row * a->found], 0);
+        a->confidence[at] = margin > a->max_confidence ? a->max_confidence : margin;
     }
     return 0;
 }
