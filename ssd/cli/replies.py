@@ -14,7 +14,7 @@ from ssd.text.events import CallArguments, CallBegin, CallEnd, Event, Reasoning,
 from ssd.text.harmony import is_harmony
 from ssd.text.message_format import PROMPT_END, MessageFormat, format_of, shown_tokens, stop_tokens, takes_text
 from ssd.text.tokenizer import Tokenizer
-from ssd.text.tool_formats import parser_for
+from ssd.text.tool_formats import has_tools, parser_for
 
 Tools = list[dict[str, Any]]
 
@@ -26,7 +26,7 @@ class ReplyFormat:
         self.tools, self.harmony = tools, is_harmony(template)
         self._tokenizer, self._template = tokenizer, template
         self._parser = parser_for(template) if tools else None
-        if tools and self._parser is None and not self.harmony:
+        if tools and (not has_tools(template) or (self._parser is None and not self.harmony)):
             raise ConfigError("--tools: the model's chat template has no tools, or in an unknown format: leave it out")
 
     def sampling(self, params: SamplingParams) -> SamplingParams:

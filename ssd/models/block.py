@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Final, Literal, Protocol
 import torch
 
 from ssd.errors import ConfigError, UnsupportedModel
+from ssd.kernels.device import kernels
 from ssd.kernels.ops import DeviceBatch, ExpertOutputs
 from ssd.layers.attention import LayerKV
 from ssd.layers.linear import ColumnLinear, Embedding
@@ -268,17 +269,11 @@ class Convolution:
     def num_bytes(self) -> int:
         return 2 * self._spec.taps * self._width * self.base.itemsize
 
-    def taps(self, x: torch.Tensor) -> torch.Tensor:
-        """Of each row, before and after the sublayer: float32 [rows, 2, taps, width]."""
-        change = self.projection(x).view(len(x), 2, self._spec.taps, -1).float()
-        return self.base.float() + change.repeat_interleave(self._spec.group, dim=-1)
-
-    def apply(self, x: torch.Tensor, taps: torch.Tensor, queries: int) -> torch.Tensor:
-        """Over the rows of each block, which has so many."""
-        blocks = x.float().view(-1, queries, self._width)
-        own = taps.view(-1, queries, self._spec.taps, self._width)
-        shifted = (torch.nn.functional.pad(blocks, (0, 0, t, 0))[:, :queries] for t in range(self._spec.taps))
-        return sum(own[:, :, t] * each for t, each in enumerate(shifted)).view(x.shape).to(x.dtype)  # type: ignore[union-attr]
+    def __call__(self, x: torch.Tensor, change: torch.Tensor, place: int, queries: int) -> torch.Tensor:
+        """Over the rows of each block, which has so many; `change`: of the taps, `place`: 1 after the sublayer."""
+        convolve = kernels(x.device).features.convolve
+        out: torch.Tensor = convolve(x, change, self.base[place], place=place, queries=queries)
+        return out
 
 
 class ConvolvedLayer(DecoderLayer):
@@ -306,12 +301,11 @@ class ConvolvedLayer(DecoderLayer):
         assert isinstance(self.mlp, MLP)
         normed, residual = self.input_norm(x, residual), x if residual is None else residual
         attention, mlp = self._around
-        taps = attention.taps(normed)
-        out = self.attention(attention.apply(normed, taps[:, 0], self.queries), batch, kv)
-        normed = self.mlp_norm(attention.apply(out, taps[:, 1], self.queries), residual)
-        taps = mlp.taps(normed)
-        out = self.mlp(mlp.apply(normed, taps[:, 0], self.queries))
-        return mlp.apply(out, taps[:, 1], self.queries), residual
+        change = attention.projection(normed)
+        out = self.attention(attention(normed, change, 0, self.queries), batch, kv)
+        normed = self.mlp_norm(attention(out, change, 1, self.queries), residual)
+        change = mlp.projection(normed)
+        return mlp(self.mlp(mlp(normed, change, 0, self.queries)), change, 1, self.queries), residual
 
 
 class BlockDraft(FeatureDraft):

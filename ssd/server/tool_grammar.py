@@ -91,8 +91,8 @@ class _Grammar:
     def _arguments(self, rule: str, schema: Json) -> list[str]:
         if not issubclass(self._parser, GlmParser):
             return [_json_rule(rule, schema)]
-        given, required = schema.get("properties"), schema.get("required") or ()
-        properties = given if isinstance(given, dict) else {}
+        properties = given if isinstance(given := schema.get("properties"), dict) else {}
+        required = given if isinstance(given := schema.get("required"), list) else []
         pairs, rules = [], []
         for j, (name, value) in enumerate(properties.items()):
             pairs.append(f"{rule}_{j}" if name in required else f"{rule}_{j}?")
@@ -112,8 +112,8 @@ class _Grammar:
             value = {**defined, **found} if isinstance(found, dict) else {}
             return [pair, f"{rule}_value: {rule}_json {after}", _json_rule(f"{rule}_json", value)]
         values = found.get("enum", [found["const"]] if "const" in found else None)
-        if values is not None:
-            choice = " | ".join(self._text(each) or _EMPTY for each in values)
+        if isinstance(values, list):
+            choice = " | ".join(self._text(each) or _EMPTY for each in values if isinstance(each, str))
             return [pair, f"{rule}_value: ({choice}) {after}"]
         text = _regex(found)
         if VALUE_END in self._tokens:
@@ -126,7 +126,8 @@ def _regex(schema: Mapping[str, Any]) -> str:
     if isinstance(pattern := schema.get("pattern"), str):
         begin = "" if pattern.startswith("^") else "(?s:.*)"
         end = "" if pattern.endswith("$") else "(?s:.*)"
-        return begin + _SLASH.sub(_ESCAPED, f"({pattern.removeprefix('^').removesuffix('$')})") + end
+        within = pattern.removeprefix("^").removesuffix("$").replace("\n", r"\n")
+        return f"{begin}({_SLASH.sub(_ESCAPED, within)}){end}"
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     return f"(?s:.{{{least},{most}}})"
 

@@ -13,7 +13,7 @@ from ssd.text.reasoning import partial_length
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 _MAX_HEAD: Final = 512  # characters before the arguments
 _MAX_REFERENCES: Final = 16  # from one schema to the next
-TEXT: Final = frozenset({"string"})
+TEXT: Final = {"string"}
 Schema = Mapping[str, Any]
 
 
@@ -63,8 +63,12 @@ class TaggedCall(Call):
         self._types: Collection[str] | None = None  # of the current value; None: any
 
     def feed(self, text: str) -> int:
-        for position, character in enumerate(text):
-            self._text += character
+        used = 0
+        while used < len(text) and not self.ended:
+            in_value = self._key is not None and not self._expected
+            end = text.find(">", used) if in_value else used  # a value ends with a tag
+            piece = text[used : end + 1] if end >= 0 else text[used:]
+            self._text, used = self._text + piece, used + len(piece)
             if self._expected:
                 self._read_tag()
             elif not self._named:
@@ -73,9 +77,7 @@ class TaggedCall(Call):
                 self._read_key()
             else:
                 self._read_value()
-            if self.ended:
-                return position + 1
-        return len(text)
+        return used
 
     def _read_name(self) -> None:
         """Up to the first tag."""
@@ -137,16 +139,24 @@ def _kind(value: object) -> str:
 
 def types_of(schema: object, root: Schema) -> Collection[str] | None:
     """The types that a schema of a parameter allows; None if it does not say. `root`: that of all arguments."""
-    schema = resolved(schema, root)
-    if isinstance(named := schema.get("type"), (str, list)):
-        return frozenset([named] if isinstance(named, str) else map(str, named))
-    if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
-        return frozenset(map(_kind, values))
-    choices = schema.get("anyOf", schema.get("oneOf"))
-    if not isinstance(choices, list):
-        return None
-    each = [types_of(choice, root) for choice in choices if resolved(choice, root) is not schema]
-    return None if None in each else frozenset[str]().union(*filter(None, each))
+    found: set[str] = set()
+    left, seen = [schema], set[int]()
+    while left:
+        each = resolved(left.pop(), root)
+        if id(each) in seen:  # of choices that refer to each other
+            continue
+        seen.add(id(each))
+        named, values = each.get("type"), each.get("enum", [each["const"]] if "const" in each else None)
+        choices = each.get("anyOf", each.get("oneOf"))
+        if isinstance(named, (str, list)):
+            found |= {named} if isinstance(named, str) else set(map(str, named))
+        elif isinstance(values, list):
+            found |= set(map(_kind, values))
+        elif isinstance(choices, list):
+            left += choices
+        else:
+            return None
+    return found
 
 
 def resolved(schema: object, root: Schema) -> Schema:

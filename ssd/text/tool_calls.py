@@ -33,6 +33,7 @@ class ToolParser:
     section: tuple[str, str] = ("", "")  # tags before the first and after the last call of a message
     inner: tuple[str, ...] = ()  # tags within a call
     bare = False  # whether a message may begin with a call, without a tag
+    tail: str = "}"  # between the arguments and the closing tag
     separator: str = ""  # between calls
     ends_reasoning = False  # whether a call ends the reasoning that it is in
     text_arguments = False  # whether chat templates get the arguments of earlier calls as text
@@ -46,8 +47,6 @@ class ToolParser:
     def head(cls, name: str, number: str = "0") -> str:
         """What is between the opening tag and the arguments. `number`: which call it is, in formats that say so."""
         return f'{{"name": {json.dumps(name)}, "arguments": '
-
-    tail: str = "}"  # between the arguments and the closing tag
 
     @classmethod
     def begins(cls) -> tuple[str, ...]:

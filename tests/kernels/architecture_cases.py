@@ -260,6 +260,7 @@ def test_what_is_between_products(architecture: int, dtype: torch.dtype) -> None
         if architecture >= 89:
             elementwise.rms_norm_and_round(hidden, hidden[0], 1e-5, hidden)
             row_codes.rounded_rows(hidden, RowRounding(), narrow=True)
+        row_codes.rounded_rows(hidden, RowRounding(group=128, powers=True))
         elementwise.silu_and_mul(hidden)
         elementwise.add_parts(empty(4 * 4096, dtype=torch.float32), 4, dtype)
         angles = empty(512, dim // 2, dtype=torch.float32)

@@ -23,8 +23,11 @@ Format = tuple[CodeType, int, torch.dtype | None]  # type, group, type of the sc
 FORMATS: list[Format] = [
     ("fp4", 32, None),
     ("int4", 32, torch.bfloat16),
+    ("int4", 32, torch.float32),
     ("int4", 128, torch.float32),
+    ("int4", 128, torch.bfloat16),
     ("fp8", 128, torch.float32),
+    ("fp8", 32, torch.float32),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -442,6 +443,29 @@ def test_features(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     for other in found[1:]:
         for one, two in zip(found[0], other, strict=True):
             assert same_bits(one, two)
+
+
+CASES = [(1, 2, torch.float32), (2, 3, torch.bfloat16), (6, 2, torch.float32)]
+
+
+@pytest.mark.parametrize(("queries", "taps", "dtype"), CASES)
+def test_convolving(queries: int, taps: int, dtype: torch.dtype) -> None:
+    """Along each block, from its first row on; also more channels than one program has."""
+    features = pytest.importorskip("ssd.kernels.triton.features", exc_type=ImportError)
+    torch.manual_seed(queries)
+    rows, width, groups = 3 * queries, 1200, 75
+    x, change, base = (torch.randn(s).to(dtype) for s in ((rows, width), (rows, 2 * taps * groups), (2, taps, width)))
+    for place in (0, 1):
+        expected = torch.zeros(rows, width)
+        for row, t in itertools.product(range(rows), range(taps)):
+            if row % queries >= t:
+                own = change[row].view(2, taps, groups)[place, t].float().repeat_interleave(width // groups)
+                expected[row] += (base[place, t].float() + own) * x[row - t].float()
+        for ours, device in ((features_cpu, CPU), (features, DEVICE)):
+            tensors = (each.to(device) for each in (x, change, base[place]))
+            found = ours.convolve(*tensors, place=place, queries=queries)
+            error = 1e-5 if dtype is torch.float32 else 2.0**-7  # the interpreter truncates
+            torch.testing.assert_close(found.cpu().float(), expected.to(dtype).float(), rtol=error, atol=error)
 
 
 def test_slots_that_are_not_there_are_refused() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import os
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,11 @@ pytest.importorskip("fastapi", reason="needs the extras serve and dev")
 
 import ssd
 from ssd.core import SamplingParams
+from ssd.errors import RequestError
+from ssd.server.chat_messages import message_fields
 from ssd.server.protocol import ChatRequest
 from ssd.server.tool_use import ToolUse, read_tools
+from ssd.text.message_format import MessageFormat, parse
 from ssd.text.tokenizer import Tokenizer, load_tokenizer
 from ssd.text.tool_formats import PARSERS
 
@@ -230,6 +235,36 @@ def test_line_ends_of_glm() -> None:
         f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in (("city", "Rome"), ("days", 2))
     )
     assert follows(tokenizer, weather(tokenizer, "required"), f"<tool_call>get\n{pairs}</tool_call>")
+
+
+HOSTILE: list[Any] = [
+    {
+        "properties": {
+            "x": {"anyOf": [{"$ref": "#/properties/y"}] * 9},
+            "y": {"anyOf": [{"$ref": "#/properties/x"}] * 9},
+        }
+    },
+    {"properties": {"x": {"$ref": "#/properties/x"}, "y": True, "z": {"$ref": 5}}, "required": 7},
+    {"properties": {"x": {"type": "string", "enum": [1, {}]}, "y": {"type": "string", "enum": 3}}},
+    {"properties": {"x": {"type": "string", "minLength": "a"}, "y": {"type": [None, 4]}, "z": {"const": "a"}}},
+    {"properties": {"x": {"type": "string", "pattern": "a/\nstart: b"}, 'q"\n': {"type": "string", "maxLength": -3}}},
+    {"properties": [1], "$defs": 5},
+]
+
+
+@pytest.mark.parametrize("schema", HOSTILE)
+def test_absurd_schemas_of_arguments_in_tags(schema: dict[str, Any]) -> None:
+    """They end with a grammar or an error of the request, and calls of such tools can be read."""
+    tokenizer = family_tokenizer("glm", True)
+    tool = {"type": "function", "function": {"name": "get", "parameters": schema}}
+    use = read_tools(ChatRequest(model="m", messages=[], tools=[tool]), TEMPLATES["glm"], "auto", tokenizer)
+    assert use is not None
+    forced = replace(use, forced=True).constrained(SamplingParams()).structured
+    with suppress(RequestError):
+        grammars(tokenizer).compiled(forced).result()
+    text = written("glm", {"x": "1", "y": [1], "z": None})
+    fields = message_fields(parse(text, MessageFormat(PARSERS["glm"], use.schemas)))
+    assert set(json.loads(fields["tool_calls"][0]["function"]["arguments"])) == {"x", "y", "z"}
 
 
 def test_arguments_of_no_schema_in_tags() -> None:

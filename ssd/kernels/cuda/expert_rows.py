@@ -24,7 +24,7 @@ from ssd.kernels.weights import GLU, SWIGLU, Routing
 SOURCE: Final = Path(__file__).parent / "csrc" / "expert_rows.cu"
 _TILES: Final = (1, 2, 4)  # of 8 rows, each number a kernel of its own
 _MOST_ROWS: Final = 8 * _TILES[-1]  # of a tile; one with up to twice as many is cut in two
-_MAX_TILES: Final = 448  # of pairs
+_MAX_TILES: Final = 672  # of pairs
 _FORMATS: Final = {"fp4": 0, "int4": 1, "fp8": 2}
 _WORDS: Final = 32  # of a block of an output
 _P = ctypes.c_void_p
@@ -86,7 +86,7 @@ def takes(
     have more than _MOST_ROWS on average.)"""
     if not x.is_cuda or x.dtype is not torch.bfloat16 or row_scales is not None or rows > 2 * _MOST_ROWS:
         return False
-    if routing.tiles is None or len(routing.tiles) * halves(rows) > _MAX_TILES:
+    if routing.tiles is None or len(routing.tiles) * halves(rows) >= _MAX_TILES:  # the one behind the last is read
         return False
     if len(routing.order) > _MOST_ROWS * routing.num_experts:
         return False

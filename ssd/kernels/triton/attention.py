@@ -251,7 +251,7 @@ def _plan_kernel(
     unit = FOLDED
     if FOLDED > 1:
         for size in tl.static_range(FOLDED // 2, 0, -1):
-            fits = tl.sum((pieces + size - 1) // size) <= programs
+            fits = (tl.sum((pieces + size - 1) // size) <= programs) & (2 * size <= tl.max(pieces))
             chunk = tl.where(fits, size, chunk)
             unit = tl.where(fits, 1, unit)
     items = tl.where(live, tl.maximum(1, (pieces + chunk - 1) // chunk), 0)

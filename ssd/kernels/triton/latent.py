@@ -26,18 +26,19 @@ from ssd.kernels.triton.attention import LATENT_GROUP, LATENT_SPLIT, LOG2_E, Wor
 _STEP = 64  # positions per step; part of the fixed order
 _MMA_ROWS, _MMA_COLUMNS = 64, 16  # the tensor cores' wide side; keys of one step of theirs, at most
 _WARPS = 8
+_FOLD_COLUMNS = 16  # of a program that folds, at most
 _ITEM = tl.constexpr(16)  # integers of a work item, see `attention._plan_kernel`
 
 
 @triton.jit
 def _add(m, l, acc, m_more, l_more, acc_more, scale):
-    """Merges softmax statistics into those before; acc: [columns, rows]."""
+    """Merges softmax statistics [..., rows] into those before; acc: [..., columns, rows]."""
     m_new = tl.maximum(m, m_more)
     safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     old = tl.exp2((m - safe) * scale)  # a form that the compiler cannot contract to a fused multiply-add
     new = tl.exp2((m_more - safe) * scale)
-    wide_old = tl.broadcast_to(old[None, :], acc.shape)
-    wide_new = tl.broadcast_to(new[None, :], acc.shape)
+    wide_old = tl.broadcast_to(tl.expand_dims(old, -2), acc.shape)
+    wide_new = tl.broadcast_to(tl.expand_dims(new, -2), acc.shape)
     return m_new, tl.fma(l, old, l_more * new), tl.fma(acc, wide_old, acc_more * wide_new)
 
 
@@ -260,69 +261,92 @@ def _attention_kernel(
 
 
 @triton.jit
-def _fold_units(
-    begin, end, m_all, l_all, acc_all, scale, stats_ptr, partial_ptr, place, part, r, d, valid,
-    PARTS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, LOADS: tl.constexpr,
+def _load_units(stats_ptr, partial_ptr, unit, end, place, part, r, d, valid, PARTS: tl.constexpr, D: tl.constexpr):
+    """Softmax statistics of units [G] of the workspace, and nothing of those from `end` on."""
+    rows: tl.constexpr = r.shape[0]
+    at = ((place + unit) * PARTS + part).to(tl.int64) * rows
+    real = (unit < end)[:, None] & valid[None, :]
+    stats = stats_ptr + (at[:, None] + r[None, :]) * 2
+    m, l = tl.load(stats, mask=real, other=float("-inf")), tl.load(stats + 1, mask=real, other=0.0)
+    places = (at * D)[:, None, None] + d[None, :, None] * rows + r[None, None, :]
+    return m, l, tl.load(partial_ptr + places, mask=real[:, None, :] & (d < D)[None, :, None], other=0.0)
+
+
+@triton.jit
+def _fold_eight(
+    m, l, acc, scale, stats_ptr, partial_ptr, unit, end, place, part, r, d, valid, PARTS: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
-    """Folds units begin..end-1 of the workspace, with LOADS of them on their way at a time."""
-    for first in tl.range(begin, end, LOADS):
-        for i in tl.static_range(LOADS):
-            at = ((place + first + i) * PARTS + part).to(tl.int64) * BLOCK_M
-            real = valid & (first + i < end)
-            m = tl.load(stats_ptr + (at + r) * 2, mask=real, other=float("-inf"))
-            l = tl.load(stats_ptr + (at + r) * 2 + 1, mask=real, other=0.0)
-            places = partial_ptr + at * D + d[:, None] * BLOCK_M + r[None, :]
-            acc = tl.load(places, mask=real[None, :] & (d < D)[:, None], other=0.0)
-            m_all, l_all, acc_all = _add(m_all, l_all, acc_all, m, l, acc, scale)
-    return m_all, l_all, acc_all
+    """Folds eight units from each of `unit` [G] on, which are loaded before any of them is folded."""
+    m0, l0, acc0 = _load_units(stats_ptr, partial_ptr, unit, end, place, part, r, d, valid, PARTS, D)
+    m1, l1, acc1 = _load_units(stats_ptr, partial_ptr, unit + 1, end, place, part, r, d, valid, PARTS, D)
+    m2, l2, acc2 = _load_units(stats_ptr, partial_ptr, unit + 2, end, place, part, r, d, valid, PARTS, D)
+    m3, l3, acc3 = _load_units(stats_ptr, partial_ptr, unit + 3, end, place, part, r, d, valid, PARTS, D)
+    m4, l4, acc4 = _load_units(stats_ptr, partial_ptr, unit + 4, end, place, part, r, d, valid, PARTS, D)
+    m5, l5, acc5 = _load_units(stats_ptr, partial_ptr, unit + 5, end, place, part, r, d, valid, PARTS, D)
+    m6, l6, acc6 = _load_units(stats_ptr, partial_ptr, unit + 6, end, place, part, r, d, valid, PARTS, D)
+    m7, l7, acc7 = _load_units(stats_ptr, partial_ptr, unit + 7, end, place, part, r, d, valid, PARTS, D)
+    m, l, acc = _add(m, l, acc, m0, l0, acc0, scale)
+    m, l, acc = _add(m, l, acc, m1, l1, acc1, scale)
+    m, l, acc = _add(m, l, acc, m2, l2, acc2, scale)
+    m, l, acc = _add(m, l, acc, m3, l3, acc3, scale)
+    m, l, acc = _add(m, l, acc, m4, l4, acc4, scale)
+    m, l, acc = _add(m, l, acc, m5, l5, acc5, scale)
+    m, l, acc = _add(m, l, acc, m6, l6, acc6, scale)
+    return _add(m, l, acc, m7, l7, acc7, scale)
 
 
 @triton.jit
 def _fold_kernel(
-    out_ptr, partial_ptr, stats_ptr, records_ptr, slots_ptr, scale,
+    out_ptr, partial_ptr, stats_ptr, tiles_ptr, slots_ptr, scale,
     PARTS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr,
-    FOLDED: tl.constexpr, BRANCHES: tl.constexpr, EARLY: tl.constexpr,
+    TOGETHER: tl.constexpr, BRANCHES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of what several programs have computed of a tile."""
+    """Some columns of what several programs have computed of a tile. TOGETHER: groups of pieces folded at a time."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
     part = tl.program_id(0)
-    record = records_ptr + tl.program_id(2) * _ITEM
-    if tl.load(record + 7) < 2:
+    tile = tiles_ptr + tl.program_id(2) * _ITEM
+    if tl.load(tile + 7) < 2:
         return
-    first_row = tl.load(record)
-    tokens = tl.load(record + 1)
-    num_pieces = tl.load(record + 6)
-    place = tl.load(record + 8)
-    unit = tl.load(record + 10)
+    first_row = tl.load(tile)
+    tokens = tl.load(tile + 1)
+    num_pieces = tl.load(tile + 6)
+    place = tl.load(tile + 8)
+    unit = tl.load(tile + 10)
+    units = (num_pieces + unit - 1) // unit
     r = tl.arange(0, BLOCK_M)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = first_row + r // GROUP
     valid = r // GROUP < tokens
     if BRANCHES:
         valid = valid & (tl.load(slots_ptr + row, mask=valid, other=-1) >= 0)
-    units = (num_pieces + unit - 1) // unit
-    m_all, l_all, acc_all = _nothing(BLOCK_M, COLUMNS)
-    if unit == 1:
-        for piece in range(0, num_pieces, FOLDED):
-            m, l, acc = _nothing(BLOCK_M, COLUMNS)
-            m, l, acc = _fold_units(
-                piece, tl.minimum(piece + FOLDED, num_pieces), m, l, acc, scale, stats_ptr, partial_ptr, place, part, r,
-                d, valid, PARTS, D, BLOCK_M, FOLDED,
+    one = tl.zeros((1,), tl.int32)
+    m = tl.full((1, BLOCK_M), float("-inf"), tl.float32)
+    l = tl.zeros((1, BLOCK_M), tl.float32)
+    acc = tl.zeros((1, COLUMNS, BLOCK_M), tl.float32)
+    if (unit == 1) & (num_pieces > 8):  # several groups of pieces: side by side, then one after the other
+        g = tl.arange(0, TOGETHER)
+        for first in range(0, num_pieces, 8 * TOGETHER):
+            m_groups, l_groups, acc_groups = _fold_eight(
+                tl.full((TOGETHER, BLOCK_M), float("-inf"), tl.float32), tl.zeros((TOGETHER, BLOCK_M), tl.float32),
+                tl.zeros((TOGETHER, COLUMNS, BLOCK_M), tl.float32), scale, stats_ptr, partial_ptr, first + 8 * g,
+                num_pieces, place, part, r, d, valid, PARTS, D,
             )  # fmt: skip
-            m_all, l_all, acc_all = _add(m_all, l_all, acc_all, m, l, acc, scale)
+            for i in tl.static_range(TOGETHER):  # -0.0 changes nothing that it is added to
+                m_group = tl.max(tl.where((g == i)[:, None], m_groups, float("-inf")), axis=0, keep_dims=True)
+                l_group = tl.sum(tl.where((g == i)[:, None], l_groups, -0.0), axis=0, keep_dims=True)
+                acc_group = tl.sum(tl.where((g == i)[:, None, None], acc_groups, -0.0), axis=0, keep_dims=True)
+                m, l, acc = _add(m, l, acc, m_group, l_group, acc_group, scale)
     else:
-        m_all, l_all, acc_all = _fold_units(
-            0, units, m_all, l_all, acc_all, scale, stats_ptr, partial_ptr, place, part, r, d, valid, PARTS, D, BLOCK_M,
-            FOLDED,
-        )  # fmt: skip
+        for first in range(0, units, 8):
+            m, l, acc = _fold_eight(
+                m, l, acc, scale, stats_ptr, partial_ptr, one + first, units, place, part, r, d, valid, PARTS, D
+            )
     if BRANCHES:
-        m_all, l_all, acc_all = _fold_units(
-            units, units + 1, m_all, l_all, acc_all, scale, stats_ptr, partial_ptr, place, part, r, d, valid, PARTS, D,
-            BLOCK_M, 1,
-        )  # fmt: skip
+        own = _load_units(stats_ptr, partial_ptr, one + units, units + 1, place, part, r, d, valid, PARTS, D)
+        m, l, acc = _add(m, l, acc, own[0], own[1], own[2], scale)
     flat = (row * (PARTS * GROUP) + part * GROUP + r % GROUP).to(tl.int64)
-    out = (acc_all / l_all[None, :]).to(out_ptr.dtype.element_ty)
+    out = tl.reshape(acc / l[:, None, :], (COLUMNS, BLOCK_M)).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + flat[None, :] * D + d[:, None], out, mask=(d < D)[:, None] & valid[None, :])
 
 
@@ -341,13 +365,13 @@ def latent_attention(
     block_size = cache.shape[1]
     block_d, block_r = triton.next_power_of_2(dim), max(_MMA_COLUMNS, triton.next_power_of_2(rope_dim))
     wide = q.element_size() == 4
-    step = _STEP // 2 if wide else _STEP
+    step = _STEP // 4 if wide else _STEP
     tma = (
         workspace.capability >= (9, 0) and block_size % step == 0 and (block_d, block_r) == (dim, rope_dim) and not wide
     )
     k, rope = ((_descriptor(cache, step, n) if tma else cache) for n in (dim, rope_dim))
     softmax = heads.scale * LOG2_E
-    sizes = {"PARTS": parts, "GROUP": group, "D": dim, "FOLDED": LATENT_GROUP}
+    sizes = {"PARTS": parts, "GROUP": group, "D": dim}
     early = early_launch(q.device)
 
     def launch(grid: tuple[int, int], items: torch.Tensor | None, depth: int, **options: int | bool) -> None:
@@ -368,6 +392,7 @@ def latent_attention(
             STEP=step,
             ONES=_MMA_ROWS,
             SPLIT=LATENT_SPLIT,
+            FOLDED=LATENT_GROUP,
             PREFILL=prefill,
             TMA=tma,
             STAGES=1 if wide else 2,
@@ -377,19 +402,21 @@ def latent_attention(
         )
 
     if num_tiles := batch.tiles.shape[1]:
-        items, records, planned = workspace.items(batch, heads)
+        items, tiles, planned = workspace.items(batch, heads)
         width = 0
         if batch.branches is not None:
             width = max(_MMA_COLUMNS, triton.next_power_of_2(batch.branches.slots_per_branch))
         depth = batch.branches.depth if batch.branches is not None else 0
         form = {"WIDTH": width, "FIRST": heads.first_position, "TOKENS": 0}
         launch((parts, len(items)), items, depth, **form, LETS_NEXT=lets_next, PLANNED=planned, **early)
-        share = triton.next_power_of_2(triton.cdiv(parts * dim, processors(q.device)))  # one tile is enough for a GPU
+        share = triton.cdiv(parts * dim * num_tiles, processors(q.device))  # columns of a program
+        share = min(_FOLD_COLUMNS, triton.next_power_of_2(share))
         _fold_kernel[(parts, triton.cdiv(dim, share), num_tiles)](
-            *(out, workspace.partial, workspace.stats, records, batch.slot_mapping, softmax),
+            *(out, workspace.partial, workspace.stats, tiles, batch.slot_mapping, softmax),
             **sizes,
             BLOCK_M=tile_rows(heads, False),
             COLUMNS=share,
+            TOGETHER=2 * _FOLD_COLUMNS // share,
             BRANCHES=batch.branches is not None,
             **early,
         )

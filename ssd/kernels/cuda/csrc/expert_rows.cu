@@ -29,8 +29,16 @@ constexpr int STRIP_BYTES = 16 * WORDS * 4, SCALES_BYTES = 16 * SCALE_WORDS * 4;
 constexpr int ROW_BYTES = BLOCK * 2 + 16;  // of x, such that eight rows are in different banks
 constexpr int SCALES_AT = SLOTS * STRIP_BYTES, ROWS_AT = SCALES_AT + SLOTS * SCALES_BYTES;  // of a stage
 constexpr int STAGE_BYTES = ROWS_AT + TILES * 8 * ROW_BYTES;
-constexpr int MAX_TILES = 448;
-constexpr int STAGES = (226 * 1024 - MAX_TILES * 12) / STAGE_BYTES;
+struct Tile {
+    int expert;  // -1: there are no more tiles
+    u32 start_and_rows;  // of its pairs
+    __device__ __forceinline__ Tile(int expert, int start, int end)
+        : expert(expert), start_and_rows(start * 64 + end - start) {}
+    __device__ __forceinline__ int start() const { return start_and_rows / 64; }
+    __device__ __forceinline__ int rows() const { return start_and_rows % 64; }
+};
+constexpr int MAX_TILES = 672;
+constexpr int STAGES = (226 * 1024 - MAX_TILES * sizeof(Tile)) / STAGE_BYTES;
 constexpr int TILES_AT = RING_AT + STAGES * STAGE_BYTES;
 constexpr int ITEMS = STAGES + 1;
 static_assert(DEPTH % 64 == 0 && FULL > 0 && STAGES >= 2 && STAGES <= MAX_STAGES, "there is a ring");
@@ -51,7 +59,7 @@ struct Params {
 };
 
 extern "C" __constant__ const u32 threads = 32 * (CONSUMERS + 2);  // for the host
-extern "C" __constant__ const u32 shared_bytes = TILES_AT + MAX_TILES * 12;
+extern "C" __constant__ const u32 shared_bytes = TILES_AT + MAX_TILES * sizeof(Tile);
 
 // An item: some strips of a tile, which a block of threads takes at a time. The producer of weights announces an item
 // to the consumers together with its first block of the depth. ITEMS places suffice: when one is written again, all
@@ -74,13 +82,13 @@ __device__ __forceinline__ int summed(int v) {
 // the one that minimises the largest cost of a block of threads.
 constexpr int START = 5;
 struct Work : Item {
-    const int* tiles;
+    const Tile* tiles;
     int strips, of_tile;   // items of a tile
     int tile, item, left;  // the next item, and how many of them this block of threads has left
-    __device__ __forceinline__ Work(const Params& p, const int* tiles) : tiles(tiles), strips(p.strips) {
+    __device__ __forceinline__ Work(const Params& p, const Tile* tiles) : tiles(tiles), strips(p.strips) {
         const int lane = threadIdx.x % 32, grid = gridDim.x;
         int used = 0;  // tiles
-        for (int i = lane; i < p.num_tiles * p.halves; i += 32) used += tiles[3 * i] >= 0;
+        for (int i = lane; i < p.num_tiles * p.halves; i += 32) used += tiles[i].expert >= 0;
         used = summed(used);
         const int share = min(lane, SLOTS - 1) + 1, turns = (used * cut(share) + grid - 1) / grid;
         int best = turns * (share + START) * 32 + lane;
@@ -93,7 +101,7 @@ struct Work : Item {
     __device__ __forceinline__ int cut(int share) const { return (strips + share - 1) / share; }
     __device__ __forceinline__ bool next() {
         if (left-- == 0) return false;
-        expert = tiles[3 * tile], start = tiles[3 * tile + 1], rows = tiles[3 * tile + 2] - start;
+        expert = tiles[tile].expert, start = tiles[tile].start(), rows = tiles[tile].rows();
         first = strips * item / of_tile, count = strips * (item + 1) / of_tile - first;
         if (++item == of_tile) item = 0, ++tile;
         return true;
@@ -105,15 +113,15 @@ constexpr int COST = TILES == 2 ? 3 : 2;  // of a unit of a tile with few rows; 
 // Each block of threads takes a range of units: 4 strips, one for each scheduler of warps. All ranges cost the same,
 // and a unit of a tile with many rows costs more than one with few. A range is cut at tiles, and then into items.
 struct Work : Item {
-    const int* tiles;
+    const Tile* tiles;
     int strips, units;       // of a tile
     int begin, end;          // of the range; in costs of all tiles' units, one after the other
     int tile, before, cost;  // the current tile, cost of those before it, of a unit of it
     int unit, last;          // of the current tile: the next one, behind the last one
-    __device__ __forceinline__ Work(const Params& p, const int* tiles) : tiles(tiles), strips(p.strips) {
+    __device__ __forceinline__ Work(const Params& p, const Tile* tiles) : tiles(tiles), strips(p.strips) {
         const int lane = threadIdx.x % 32, grid = gridDim.x;
         int used = 0, all = 0;  // tiles, cost of them
-        for (int i = lane; i < p.num_tiles * p.halves && tiles[3 * i] >= 0; i += 32) ++used, all += cost_of(i);
+        for (int i = lane; i < p.num_tiles * p.halves && tiles[i].expert >= 0; i += 32) ++used, all += cost_of(i);
         used = summed(used), units = (strips + 3) / 4, all = units * summed(all);
         begin = (int)((long long)all * blockIdx.x / grid), end = (int)((long long)all * (blockIdx.x + 1) / grid);
         tile = before = 0;
@@ -130,12 +138,12 @@ struct Work : Item {
         enter();
     }
     __device__ __forceinline__ int cost_of(int tile) const {
-        const int rows = tiles[3 * tile + 2] - tiles[3 * tile + 1];
+        const int rows = tiles[tile].rows();
         return rows == 0 ? 0 : rows <= 8 * FEW ? COST : COST + 1;
     }
     __device__ __forceinline__ void enter() {
         cost = cost_of(tile), unit = up_to(begin), last = up_to(end);
-        expert = tiles[3 * tile], start = tiles[3 * tile + 1], rows = tiles[3 * tile + 2] - start;
+        expert = tiles[tile].expert, start = tiles[tile].start(), rows = tiles[tile].rows();
     }
     // Units of the current tile that begin before a place in the range of all.
     __device__ __forceinline__ int up_to(int place) const {
@@ -403,7 +411,7 @@ __device__ __forceinline__ void consume(const Params& p, Shared& shared, u32 rin
 }
 
 // A warp, of which one lane copies.
-__device__ __forceinline__ void copy_weights(const Params& p, const int* tiles, Shared& shared, unsigned char* ring) {
+__device__ __forceinline__ void copy_weights(const Params& p, const Tile* tiles, Shared& shared, unsigned char* ring) {
     const u64 policy = evict_first(), strips = (u64)p.experts * p.strips;
     const bool leader = threadIdx.x % 32 == 0;
     Ring at, item;
@@ -431,7 +439,7 @@ __device__ __forceinline__ void copy_weights(const Params& p, const int* tiles, 
 
 // The producer warp of x: each lane copies 16 bytes of a row. Slots of rows beyond the tile's keep old numbers: they do
 // not enter the sums of other rows, and are not stored.
-__device__ __forceinline__ void copy_rows(const Params& p, const int* tiles, Shared& shared, u32 ring) {
+__device__ __forceinline__ void copy_rows(const Params& p, const Tile* tiles, Shared& shared, u32 ring) {
     constexpr int OF_ROW = BLOCK / 8;  // lanes
     const int lane = threadIdx.x % 32, place = lane % OF_ROW;
     Ring at;
@@ -455,15 +463,14 @@ __device__ __forceinline__ void copy_rows(const Params& p, const int* tiles, Sha
 
 extern "C" __global__ void __launch_bounds__(32 * (CONSUMERS + 2), 1) product(const __grid_constant__ Params p) {
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    int* tiles = reinterpret_cast<int*>(memory + TILES_AT);
+    Tile* tiles = reinterpret_cast<Tile*>(memory + TILES_AT);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (threadIdx.x == 0) prepare(shared, STAGES, CONSUMERS, 1 + 32);
     if (!p.settled) wait_for_earlier_kernels();
     for (int i = threadIdx.x; i < p.num_tiles * p.halves; i += 32 * (CONSUMERS + 2)) {
         const int* tile = p.tiles + i / p.halves * 3;
         const int start = load4(tile + 1), end = load4(tile + 2), half = min(start + 8 * TILES, end);
-        tiles[3 * i] = load4(tile);
-        tiles[3 * i + 1] = i % p.halves ? half : start, tiles[3 * i + 2] = i % p.halves == p.halves - 1 ? end : half;
+        tiles[i] = Tile(load4(tile), i % p.halves ? half : start, i % p.halves == p.halves - 1 ? end : half);
     }
     __syncthreads();
     let_later_kernels_begin();
