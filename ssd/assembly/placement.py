@@ -78,7 +78,7 @@ def deepened(speculation: SpeculationConfig, draft: Checkpoint | FeatureCheckpoi
     if speculation.mode == "ar":
         return speculation
     most = whole or speculation.lookahead
-    return replace(speculation, k=speculation.k or min(most, speculation.tree or most))
+    return replace(speculation, k=speculation.k or min(most, speculation.nodes or most))
 
 
 def sized(

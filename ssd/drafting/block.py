@@ -64,7 +64,6 @@ class BlockRunner(DraftRunner):
         draft = model_runner.decoder
         assert isinstance(draft, BlockDraft)
         self.draft = draft
-        self.trees = DraftTrees(self.state) if self.state.tree is not None else None
         self._rows = BlockRows(self.shapes.max_sequences * draft.block.queries(self.shapes.lookahead), self.device)
         self._sequences = torch.arange(shapes.max_sequences, device=self.device)
         self._confidence = None if self.on_cuda else draft.confidence  # its results would come too late for the host
@@ -73,8 +72,7 @@ class BlockRunner(DraftRunner):
     def write(
         self, slots: Seq[int], params: Seq[SamplingParams], count: int, reads: int, origin: Origin = Origin.DRAFT
     ) -> DraftRun:
-        shape = self.shapes.of(len(slots), 1, params)
-        count, began = count if self.trees is None else self.trees.depth, now(self.device)
+        shape, began = self.shapes.of(len(slots), 1, params), now(self.device)
         self._upload(slots, [0] * len(slots), shape)
         self.graphs.launch(*self._block(shape, count, origin))
         return self._launched(slots, shape, count - 1, began)
@@ -87,17 +85,32 @@ class BlockRunner(DraftRunner):
             for shape in self.shapes.usual(sequences, fan_out):
                 self._upload([self.state.padding] * shape.sequences, [0] * shape.sequences, shape)
                 for needs in ALL_NEEDS if compiling() else [Needs()]:
-                    self._write(shape._replace(needs=needs), count, Origin.DRAFT)
+                    for _, compute in self._kinds(shape._replace(needs=needs), count):
+                        compute()
 
     @torch.inference_mode()
     def capture(self, sequences: Seq[int], fan_out: FanOut) -> None:
         """Captures the graphs of the usual shapes, so that no request waits for them."""
         for shape in self.shapes.usual(sequences, fan_out):
-            self.graphs.capture(*self._block(shape, self._most, Origin.DRAFT))
+            for kind in self._kinds(shape, self._most):
+                self.graphs.capture(*kind)
 
     @property
     def _most(self) -> int:
         return min(self.shapes.lookahead, self.draft.block.most_drafted)
+
+    def _stage(self, shape: RunShape) -> None:
+        """The inputs of a block are made where it is written."""
+
+    def _kinds(self, shape: RunShape, count: int) -> list[tuple[Hashable, Callable[[], None]]]:
+        trees = [self._tree(shape, count)] if self.writes_trees(shape.sequences) else []
+        return [self._block(shape, count, Origin.DRAFT), *trees]
+
+    def _tree(self, shape: RunShape, levels: int) -> tuple[Hashable, Callable[[], None]]:
+        assert self.trees is not None
+        self._rows.index(shape.sequences * self.draft.block.queries(levels))  # see `_block`
+        key = "trees", shape.sequences, levels, shape.needs
+        return key, functools.partial(self._write_trees, self.trees, shape, levels)
 
     def _block(self, shape: RunShape, count: int, origin: Origin) -> tuple[Hashable, Callable[[], None]]:
         """The run's key, and what it launches."""
@@ -106,26 +119,26 @@ class BlockRunner(DraftRunner):
         return key, functools.partial(self._write, shape, count, origin)
 
     def _write(self, shape: RunShape, count: int, origin: Origin) -> None:
-        """One forward pass; then a token of each place, in their order where one depends on that before it."""
+        """A token of each place, in their order where one depends on that before it."""
         with torch.inference_mode():
             n, draft = shape.sequences, self.draft
             batch, rows = self._inputs(n, count)
-            queries = draft.block.queries(count)
-            states = draft.states(batch, self.kv, queries).view(n, queries, -1)[:, queries - count :]
-            logits = draft.logits(states.flatten(0, 1))
-            last = batch.token_ids.view(n, queries)[:, 0]
-            if self.trees is not None:
-                first = batch.positions.view(n, queries)[:, 0]
-                self._grow(self.trees, shape, first, last, states, logits.view(n, count, -1))
-                return
+            states, logits = self._states(batch, n, count)
+            last = batch.token_ids.view(n, -1)[:, 0]
             if draft.walk is None:
                 rows = Rows(rows.slots.view(-1), rows.positions.view(-1))
-                self.choice.choose_all(shape, self._in_target(logits), rows)
+                self.choice.choose_all(shape, self._in_target(logits.flatten(0, 1)), rows)
             else:
-                self._walk(draft.walk, shape, rows, last, states, logits.view(n, count, -1))
+                self._walk(draft.walk, shape, rows, last, states, logits)
             if self._confidence is not None:
                 self._estimate(self._confidence, last, states)
             self.buffers.store(n, count, origin)
+
+    def _states(self, batch: DeviceBatch, n: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One forward pass: states and logits of each place, [n, count, …]."""
+        queries = self.draft.block.queries(count)
+        states = self.draft.states(batch, self.kv, queries).view(n, queries, -1)[:, queries - count :]
+        return states, self.draft.logits(states.flatten(0, 1)).view(n, count, -1)
 
     def chances(self, n: int, count: int) -> np.ndarray | None:
         """How likely each token of the drafts written last and all before it are accepted: [n, count]. None: it is not
@@ -152,33 +165,27 @@ class BlockRunner(DraftRunner):
             self.choice.choose(shape, j, self._in_target(own), Rows(rows.slots[j], rows.positions[j]))
             last = self.buffers.chain[: shape.sequences, j]
 
-    def _grow(
-        self,
-        trees: DraftTrees,
-        shape: RunShape,
-        first: torch.Tensor,
-        last: torch.Tensor,
-        states: torch.Tensor,
-        logits: torch.Tensor,
-    ) -> None:
-        """The beams of a level have the logits of its place, with what follows from their tokens. `first` and `last`:
-        position and token before each draft."""
-        n, walk = shape.sequences, self.draft.walk
-        slots, tokens = self.buffers.inputs(branches=False).slots(n), last
-        trees.begin(n)
-        if walk is not None:
-            walk.begin()
-        sequence = self._sequences[:n]
-        for level in range(trees.depth):
-            own = logits[sequence, level]
+    def _write_trees(self, trees: DraftTrees, shape: RunShape, levels: int) -> None:
+        """The beams of a level have the logits of its place, with what follows from their tokens."""
+        with torch.inference_mode():
+            n, walk = shape.sequences, self.draft.walk
+            batch, _ = self._inputs(n, levels)
+            states, logits = self._states(batch, n, levels)
+            first, tokens = (each.view(n, -1)[:, 0] for each in (batch.positions, batch.token_ids))
+            slots, sequence = self.buffers.inputs(branches=False).slots(n), self._sequences[:n]
+            trees.begin(n)
             if walk is not None:
-                own = walk.logits(own, tokens.flatten().contiguous(), states[sequence, level])
-            rows = Rows(slots[sequence], first[sequence] + (level + 1))
-            tokens, above = trees.add(self._in_target(own), rows, shape.needs)
-            sequence = sequence[above]
-            if walk is not None:
-                walk.follow(above)
-        trees.store(slots, Origin.DRAFT)
+                walk.begin()
+            for level in range(levels):
+                own = logits[sequence, level]
+                if walk is not None:
+                    own = walk.logits(own, tokens.flatten().contiguous(), states[sequence, level])
+                rows = Rows(slots[sequence], first[sequence] + (level + 1))
+                tokens, above = trees.add(self._in_target(own), rows, shape.needs)
+                sequence = sequence[above]
+                if walk is not None:
+                    walk.follow(above)
+            trees.store(slots, Origin.DRAFT)
 
     def _in_target(self, logits: torch.Tensor) -> torch.Tensor:
         return self.draft.in_target_vocabulary(logits)[:, : self.state.vocab_size]
@@ -245,10 +252,10 @@ class BlockModel(DraftSource):
         return min(2 * k, self.most_drafted, self.runner.shapes.lookahead)
 
     def write(
-        self, able: Seq[Able], origin: Origin = Origin.DRAFT, k: int | None = None
+        self, able: Seq[Able], origin: Origin = Origin.DRAFT, k: int | None = None, levels: int = 0
     ) -> tuple[list[Proposal], DraftRun]:
-        if k is None or len(able) == 1:
-            return super().write(able, origin, k)
+        if k is None or levels or len(able) == 1:
+            return super().write(able, origin, k, levels)
         proposals, run = super().write(able, origin, self.slots(k))
         limits = [proposal.num_on_device for proposal in proposals]
         chances = self._chances_of(len(able), max(limits))

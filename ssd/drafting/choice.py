@@ -32,7 +32,7 @@ class TokenChoice:
 
     def choose(self, shape: RunShape, column: int, logits: torch.Tensor, rows: Rows) -> None:
         """One token per row, and its confidence (at least 0): the margin of its score, or -log(1 - q)."""
-        logits, chain, confidence = self._widened(logits, shape.needs), self.buffers.chain, self.buffers.confidence
+        logits, chain, confidence = self.widened(logits, shape.needs), self.buffers.chain, self.buffers.confidence
         if not self.rejection:
             self._keep(logits, rows, shape.needs, column, 1)
             return
@@ -47,11 +47,11 @@ class TokenChoice:
     def choose_all(self, shape: RunShape, logits: torch.Tensor, rows: Rows) -> None:
         """Likewise, but several tokens of each row of the run at once, by the coupled rule: those of a row follow each
         other in `logits` and `rows`."""
-        self._keep(self._widened(logits, shape.needs), rows, shape.needs, 0, len(logits) // shape.rows)
+        self._keep(self.widened(logits, shape.needs), rows, shape.needs, 0, len(logits) // shape.rows)
 
     def rank(self, logits: torch.Tensor, rows: Rows, needs: Needs, excluded: torch.Tensor) -> torch.Tensor:
         """The RANKS likeliest tokens of each row, best first, without the excluded one: int32 [R, RANKS]."""
-        logits = self._widened(logits, needs)
+        logits = self.widened(logits, needs)
         if not self.rejection:
             return self.sampler.best(logits, rows, needs, RANKS, excluded)[0].clamp_(min=0)
         q = self.sampler.distribution(logits, rows, needs)
@@ -74,7 +74,7 @@ class TokenChoice:
             max_confidence=_MAX_CONFIDENCE,
         )
 
-    def _widened(self, logits: torch.Tensor, needs: Needs) -> torch.Tensor:
+    def widened(self, logits: torch.Tensor, needs: Needs) -> torch.Tensor:
         """Bias, penalties and the rejection rule need the target's vocabulary, which may be larger than the draft's."""
         missing = self.buffers.state.vocab_size - logits.shape[-1]
         if missing > 0 and (self.rejection or needs.adjusted):

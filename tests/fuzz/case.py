@@ -260,7 +260,8 @@ def _with_tree(speculation: dict[str, Any], model: str, seed: int) -> dict[str, 
         return speculation
     draft = f"{model}-eagle" if model in BUNDLED else own.choice(["head", "mtp-head", "block"])
     nodes = max(2, speculation["k"] * own.choice([1, 2, 3]) + own.choice([0, 1]))
-    return speculation | {"draft": draft, "tree": nodes}
+    draft = speculation["draft"] if own.random() < 0.3 else draft
+    return speculation | {"draft": draft, "tree": nodes if own.random() < 0.7 else "auto"}
 
 
 def _call(dice: random.Random, asked: Asked) -> Call:

@@ -313,3 +313,5 @@ def test_rounds_with_trees(architecture: int) -> None:
     rounds.move_accepted(
         state, path=path, slots=works, first_row=works, tables=ints(9, 40), caches=caches, block_size=64
     )
+    above = empty(16, dtype=torch.int64)
+    rounds.follow_rows(above=above, caches=caches, beams=8, depth=3, first_slot=640, slots_per_branch=4)

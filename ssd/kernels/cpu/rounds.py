@@ -25,6 +25,7 @@ class Rounds:
             "accept_node", "a decision names a slot, a row or a draft token that is not there"
         )
         self._move_accepted = kernels.function("move_accepted")
+        self._follow_rows = kernels.function("follow_rows", "a row follows one that is not there")
         self._stage, self._look_up, self._store, self._block_rows = (
             kernels.function(name, _NO_SLOT) for name in ("stage", "look_up", "store", "block_rows")
         )
@@ -48,6 +49,10 @@ class Rounds:
     def move_accepted(self, state: StateView, **given: Any) -> None:
         sizes = {"works": len(given["slots"]), "table_columns": given["tables"].shape[1]}
         self._move_accepted(**_numbers(given), state=state.fields, **sizes, num_caches=len(given["caches"]))
+
+    def follow_rows(self, **given: Any) -> None:
+        sizes = {"sequences": len(given["above"]) // given["beams"], "num_caches": len(given["caches"])}
+        self._follow_rows(**_numbers(given), **sizes)
 
     def stage(self, state: StateView, **given: Any) -> None:
         sequences, tokens = given["tokens"].shape

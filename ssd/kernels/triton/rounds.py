@@ -462,6 +462,52 @@ def move_accepted(
     )
 
 
+@triton.jit(do_not_specialize=["beams", "first_slot", "slots_per_branch"])
+def _follow_kernel(
+    above_ptr,  # int64
+    caches_ptr,  # int64
+    beams,
+    first_slot,
+    slots_per_branch,
+    BEAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    cache = tl.load(caches_ptr + 2 * tl.program_id(1)).to(tl.pointer_type(tl.int32))
+    words = tl.load(caches_ptr + 2 * tl.program_id(1) + 1) // 4
+    row = tl.program_id(0).to(tl.int64) * beams + tl.arange(0, BEAMS)
+    inside = tl.arange(0, BEAMS) < beams
+    source = tl.load(above_ptr + row, mask=inside, other=0)
+    to = (first_slot + row * slots_per_branch + tl.program_id(2)) * words
+    source = (first_slot + source * slots_per_branch + tl.program_id(2)) * words
+    for begin in range(0, words, BLOCK):
+        i = begin + tl.arange(0, BLOCK)
+        mask = inside[:, None] & (i < words)[None, :]
+        kept = tl.load(cache + source[:, None] + i[None, :], mask=mask)
+        tl.debug_barrier()  # all rows are read before one is written
+        tl.store(cache + to[:, None] + i[None, :], kept, mask=mask)
+
+
+def follow_rows(
+    *,
+    above: torch.Tensor,
+    caches: torch.Tensor,
+    beams: int,
+    depth: int,
+    first_slot: int,
+    slots_per_branch: int,
+) -> None:
+    """Gives each row of a draft run the KV of `depth` tokens of the row that it follows.
+
+    `above`: int64, one for each row; a sequence has `beams` rows, which follow each other only. KV slots are those of
+    `extend_rows`, `caches` as for `move_accepted`.
+    """
+    _follow_kernel[(len(above) // beams, len(caches), depth)](
+        *(above, caches, beams, first_slot, slots_per_branch),
+        BEAMS=triton.next_power_of_2(beams),
+        BLOCK=_WORDS // 4,
+    )
+
+
 @triton.jit(do_not_specialize=["token_stride", "draft_stride", "reads", "vocab_size", "hit_origin"])
 def _stage_kernel(
     slots_ptr,

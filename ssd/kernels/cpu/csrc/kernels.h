@@ -236,6 +236,11 @@ struct move_accepted { /* caches: of each tensor its address, and the bytes of a
     long works, table_columns, block_size, num_caches;
 };
 
+struct follow_rows { /* above: [sequences * beams]; caches as before, KV slots as in `extend_rows` */
+    const int64_t *above, *caches;
+    long sequences, beams, depth, first_slot, slots_per_branch, num_caches;
+};
+
 struct stage {
     struct state;
     const int32_t *slots, *num_drafted;
