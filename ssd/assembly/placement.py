@@ -38,7 +38,9 @@ def placed(
     `head`: the draft is a head, which is where the target is. `prepares`: SSD is among the draft's modes.
     `ranks`: of the target.
     """
-    if speculation.mode not in ("ssd", "auto") or speculation.draft_model is None or not prepares:
+    if speculation.draft_url is not None or speculation.mode not in ("ssd", "auto"):
+        return speculation
+    if speculation.draft_model is None or not prepares:
         return speculation
     placement, wanted = speculation.placement, speculation.draft_device
     if placement == "auto" and wanted is not None:

@@ -17,8 +17,7 @@ from ssd.decoding.drafter import Drafter, Prepared
 from ssd.drafting.estimate import Average
 from ssd.drafting.replica import DraftReplica
 from ssd.drafting.wire import Draft
-from ssd.parallel.process import Worker
-from ssd.parallel.supervisor import Supervisor
+from ssd.parallel.supervisor import Peer, Supervisor
 
 LEAST_PATIENCE, MOST_PATIENCE = 0.05, 1.0  # seconds
 _PATIENCE_PER_REPLY = 8  # times the mean reply
@@ -38,7 +37,7 @@ class ProcessDrafter(Drafter):
 
     def __init__(
         self,
-        starts: Seq[Callable[[], Worker]],
+        starts: Seq[Callable[[], Peer | None]],
         lookahead: int,
         vocab_size: int,
         *,

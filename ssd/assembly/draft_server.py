@@ -1,0 +1,125 @@
+"""A draft model for several engines: weights, KV blocks and prefixes are shared, all else an engine has for itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import torch
+
+from ssd.assembly.device import kv_block_size, make_current, resolve_device
+from ssd.assembly.draft_models import load_draft, run_shapes
+from ssd.assembly.draft_runners import make_fan_out, ssd_drafter
+from ssd.assembly.memory import kv_blocks
+from ssd.assembly.models import make_runner, make_state, num_slots
+from ssd.assembly.open import open_checkpoint, open_feature_draft
+from ssd.config import EngineConfig
+from ssd.drafting.joint import JointPass
+from ssd.drafting.model import DraftModel
+from ssd.drafting.runner import DraftRunner
+from ssd.drafting.shapes import RunShapes, widths_up_to
+from ssd.drafting.turns import Turns
+from ssd.drafting.wire import Hello
+from ssd.drafting.worker import WorkerDrafter
+from ssd.errors import ConfigError
+from ssd.execution.state import DeviceBlockTables, SequenceState
+from ssd.kernels.cpu.threads import set_threads
+from ssd.kernels.ops import DeviceBatch
+from ssd.kv.blocks import BlockPool
+
+_PROMPT_TOKENS = {"cpu": 64, "cuda": 512}  # of a prompt, read between two steps of the other engines
+_MOST_ROWS = 256  # of a joined pass
+
+
+class SharedDraft:
+    """The draft model of a draft server, with places for `max_engines` engines.
+
+    `config`: `max_num_seqs`, k and budget are the most that one engine may have.
+    """
+
+    def __init__(self, config: EngineConfig, max_engines: int) -> None:
+        name = str(config.speculation.draft)
+        if open_feature_draft(name, "draft") is not None:
+            raise ConfigError(
+                f"draft={name!r} reads the target's hidden states, which engines do not send: name a draft model"
+            )
+        checkpoint = open_checkpoint(name, "draft")
+        self.name, self.config, self.device = name, config, resolve_device(config.device)
+        self.vocabulary, self.tokenizer = checkpoint.tokenizer().hashes
+        self.max_len = config.max_model_len or checkpoint.config.max_position
+        self._threads = config.speculation.draft_threads or 1
+        self.enter_thread()
+        shapes, slots = run_shapes(config, self.device), num_slots(config) + 1
+        state = make_state(config, self.max_len, checkpoint.config.vocab_size, self.device)
+        loaded = load_draft(config, checkpoint, state, self.max_len, engines=max_engines)
+        every = replace(config, max_num_seqs=max_engines * config.max_num_seqs)
+        blocks = kv_blocks(every, [loaded], loaded.max_len)
+        columns = -(-state.max_positions // kv_block_size(config, self.device))
+        self._tables = DeviceBlockTables(max_engines * slots - 1, columns, self.device)
+        self._runner = make_runner(config, loaded, state, blocks, self._tables)
+        self.pool = BlockPool(blocks, self._runner.block_size)
+        self._decoder, self._places = loaded.decoder, list(range(max_engines))
+        self._slots, self._scratch = slots, shapes.scratch_slots
+        join = JointPass(loaded.decoder, self._runner.kv, self._tables.tensor)
+        self.turns = Turns(join if self.device.type == "cpu" else self._one_by_one, _MOST_ROWS)
+        self._lock = threading.Lock()
+
+    def enter_thread(self) -> None:
+        """Called by each thread that computes."""
+        make_current(self.device)
+        if self.device.type == "cpu":
+            set_threads(self._threads)
+
+    @property
+    def free_places(self) -> int:
+        return len(self._places)
+
+    def open(self, hello: Hello, owner: str) -> WorkerDrafter:
+        """The drafter of an engine, with a place of its own until it is closed; `owner` of its prefixes."""
+        with self._lock:
+            if not self._places:
+                raise ConfigError("all places for engines are taken: raise --max-engines there")
+            place = self._places.pop()
+        config, decoder = self.config, self._decoder
+        state = SequenceState(
+            self._slots - 1,
+            max_len=hello.max_len,
+            lookahead=hello.k,
+            vocab_size=hello.vocab_size,
+            device=self.device,
+        )
+        tables = self._tables.part(place * self._slots, self._slots - 1)
+        runner = self._runner.for_state(state, tables, self._runner.scratch_slot + place * self._scratch)
+        most = run_shapes(config, self.device)
+        on_cuda = self.device.type == "cuda"
+        widths = (hello.budget,) if on_cuda else widths_up_to(hello.budget)
+        sequences = min(hello.max_sequences, config.max_num_seqs)
+        rows = min(most.max_rows, sequences * hello.budget)
+        shapes = RunShapes(hello.k, sequences, max(sequences, rows), widths, bucketed=on_cuda)
+        speculation, fan_out = config.speculation, make_fan_out(config.speculation)
+        model = DraftModel(
+            DraftRunner(runner, shapes, turns=self.turns),
+            max_len=decoder.config.max_position,
+            max_num_batched_tokens=_PROMPT_TOKENS[self.device.type],
+            pool=self.pool,
+            owner=owner,
+        )
+        drafter = ssd_drafter(model, speculation, fan_out)
+        drafter.lookahead, drafter.budget = hello.k, hello.budget
+        drafter.policy.backup = hello.backup
+        worker = WorkerDrafter(drafter, state)
+        worker.close = lambda: self._close(worker, place)
+        return worker
+
+    def _close(self, worker: WorkerDrafter, place: int) -> None:
+        """Frees what an engine has; in a turn of the calling thread."""
+        for sequence_id in list(worker.sequences):
+            worker.forget(sequence_id)
+        if self._decoder.recordings is not None:
+            self._decoder.recordings.clear()  # some are of the engine's memory
+        with self._lock:
+            self._places.append(place)
+
+    def _one_by_one(self, batches: Seq[DeviceBatch]) -> list[torch.Tensor]:
+        return [self._decoder(batch, self._runner.kv) for batch in batches]
