@@ -50,7 +50,7 @@ def draft_server(folder: Path, draft: str = DRAFT, **options: Any) -> Iterator[D
 def server_process(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     """`ssd draft-server DRAFT ARGUMENTS`, once it listens; killed at the end if it still runs."""
     command = [sys.executable, "-m", "ssd", "draft-server", DRAFT, "--device", "cpu", "--max-model-len", "512"]
-    process = subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE)
+    process = subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, start_new_session=True)
     try:
         assert process.stderr is not None
         for line in process.stderr:

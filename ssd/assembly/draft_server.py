@@ -48,7 +48,7 @@ class SharedDraft:
         self.name, self.config, self.device = name, config, resolve_device(config.device)
         self.vocabulary, self.tokenizer = checkpoint.tokenizer().hashes
         self.max_len = config.max_model_len or checkpoint.config.max_position
-        self._threads = config.speculation.draft_threads or 1
+        self.threads = (config.speculation.draft_threads or 1) if self.device.type == "cpu" else 0
         self.enter_thread()
         shapes, slots = run_shapes(config, self.device), num_slots(config) + 1
         state = make_state(config, self.max_len, checkpoint.config.vocab_size, self.device)
@@ -68,8 +68,8 @@ class SharedDraft:
     def enter_thread(self) -> None:
         """Called by each thread that computes."""
         make_current(self.device)
-        if self.device.type == "cpu":
-            set_threads(self._threads)
+        if self.threads:
+            set_threads(self.threads)
 
     @property
     def free_places(self) -> int:

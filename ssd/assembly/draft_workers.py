@@ -98,6 +98,7 @@ def connect_draft_server(config: EngineConfig, state: SequenceState, tokenizer: 
     else:
         drafter = ProcessDrafter([servers], k, state.vocab_size, budget=budget)
     servers.wait(_SERVER_SECONDS)
+    drafter.cores = servers.cores
     if servers.refused:
         drafter.close()
         raise ConfigError(f"speculation draft_url: {'; '.join(servers.refused)}")

@@ -45,6 +45,7 @@ class DraftServers:
 
     def __init__(self, addresses: Seq[Address], hello: Hello) -> None:
         self.refused: list[str] = []  # why no server takes the engine, by those that answered the last search
+        self.cores = 0  # of this host, that the server found last computes on
         self._addresses, self._hello = addresses, hello
         self._search: threading.Thread | None = None
         self._found: Connection | None = None
@@ -69,9 +70,10 @@ class DraftServers:
 
     def _look(self) -> None:
         nearest, best, refused, failed = None, 0.0, list[str](), list[str]()
+        cores = 0
         for address in self._addresses:
             try:
-                found, seconds = _greet(address, self._hello)
+                found, threads, seconds = _greet(address, self._hello)
             except Refused as error:
                 refused.append(f"{address}: {error}")
             except (WireError, OSError) as error:
@@ -82,16 +84,16 @@ class DraftServers:
                     continue
                 if nearest is not None:
                     nearest.close()
-                nearest, best = found, seconds
-        self.refused, self._failed = refused if nearest is None else [], "; ".join(refused + failed)
+                nearest, best, cores = found, seconds, threads if address.path else 0
+        self.cores, self.refused, self._failed = cores, refused if nearest is None else [], "; ".join(refused + failed)
         if nearest is not None:
             with suppress(OSError, WireError):
                 nearest.channel.post(setup_message({}))
         self._found = nearest
 
 
-def _greet(address: Address, hello: Hello) -> tuple[Connection, float]:
-    """A connection to a server that takes the engine, and how many seconds its answer took."""
+def _greet(address: Address, hello: Hello) -> tuple[Connection, int, float]:
+    """A connection to a server that takes the engine, its CPU threads, and how many seconds its answer took."""
     channel = Channel(address.connect(_TIMEOUT))
     try:
         began = time.perf_counter()
@@ -104,8 +106,9 @@ def _greet(address: Address, hello: Hello) -> tuple[Connection, float]:
             raise Refused(reason_of(answer))
         if answer.kind != Kind.WELCOME:
             raise WireError(f"it sent a message of kind {answer.kind}, not WELCOME: it is no draft server")
-        pid = decode_json(answer.payload).get("pid")
-        return Connection(channel, pid if isinstance(pid, int) else 0), seconds
+        said = decode_json(answer.payload)
+        pid, threads = (value if isinstance(value := said.get(name), int) else 0 for name in ("pid", "threads"))
+        return Connection(channel, pid), threads, seconds
     except (WireError, OSError):
         channel.close()
         raise

@@ -51,7 +51,7 @@ class Kind(IntEnum):
     PROPOSALS = 4  # from the worker: the drafts that a round asks for; computing time in all, and for this round
     PREPARED = 5  # from the worker, at the end of a round: drafts for the round's outcomes; computing time in all
     HELLO = 6  # to a draft server, before SETUP
-    WELCOME = 7  # its answer: its process id
+    WELCOME = 7  # its answer: its process id, and the CPU threads that it computes with
 
 
 @dataclass(frozen=True)
