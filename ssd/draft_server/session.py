@@ -123,7 +123,9 @@ class Session:
     def _greet(self) -> Hello:
         hello = Hello.decode(self._channel.expect(Kind.HELLO, MOST_HELLO_WORDS, _GREETING_SECONDS).payload)
         tenant = self._check(hello)
-        self._channel.post(Message(Kind.WELCOME, payload=encode_json({"pid": os.getpid(), "threads": self._draft.threads})))
+        self._channel.post(
+            Message(Kind.WELCOME, payload=encode_json({"pid": os.getpid(), "threads": self._draft.threads}))
+        )
         self._channel.expect(SETUP, MOST_HELLO_WORDS, _GREETING_SECONDS)
         self.tenant = tenant
         return hello

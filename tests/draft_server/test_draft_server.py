@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,11 +14,26 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from draft_servers import draft_server, engine, greeting, new_entry, plain_texts, scripted, texts, until
+from draft_servers import (
+    draft_server,
+    engine,
+    greeting,
+    new_entry,
+    plain_texts,
+    scripted,
+    server_process,
+    texts,
+    until,
+)
+from prometheus_client.parser import text_string_to_metric_families
 
 from ssd import LLM
+from ssd.config import SpeculationConfig
 from ssd.draft_server import session
+from ssd.draft_server.health import health_server
+from ssd.draft_server.options import DraftServerOptions
 from ssd.draft_server.server import DraftServer
 from ssd.drafting.runner import DraftRunner
 from ssd.drafting.wire import Draft, Entry, Kind
@@ -33,9 +51,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DraftServer]:
 
 
 @pytest.fixture
-def url(server: DraftServer) -> str:
-    until(lambda: not server.sessions)  # of the test before
-    return server.options.listen[0]
+def url(server: DraftServer) -> Iterator[str]:
+    yield server.options.listen[0]
+    for each in server.sessions:
+        each.drain()
+    until(lambda: not server.sessions)
 
 
 def drafter_of(llm: LLM) -> Any:
@@ -168,7 +188,6 @@ def test_nonsense_harms_its_engine_only(url: str, case: str, server: DraftServer
     good.prepared()
     said, refusals = NONSENSE[case], server.refused["bad message"]
     if said is None:
-        bad.channel.post(Message(Kind.ROUND))
         bad.channel._socket.send(bytes(range(1, 200)))
     elif isinstance(said, Message):
         bad.channel.send(said)
@@ -237,3 +256,186 @@ def test_a_round_begins_within_two_steps_of_another_engine(
         steps.clear()
     old.channel.close()
     new.channel.close()
+
+
+# --- several engines, some of them greedy -----------------------------------------------------------------------------
+
+
+def test_engines_that_ask_for_all_they_can_get_have_equal_shares(url: str, server: DraftServer) -> None:
+    """Catches an engine with many sequences, or one that came first, that starves others. Shares are of rounds."""
+    engines = [scripted(url) for _ in range(3)]
+    counts, end = [0, 0, 0], time.monotonic() + 3.0
+
+    def hammer(place: int) -> None:
+        own = engines[place]
+        names = range(1 + place)
+        own.ask([new_entry(name, [1, 2, 3 + name]) for name in names])
+        while time.monotonic() < end:
+            own.drafts(len(names))
+            own.prepared()
+            counts[place] += 1
+            if counts[place] % 50 == 0:  # sequences end and others come
+                own.ask([new_entry(name, [1, 2, 3 + name]) for name in names], list(names))
+            else:
+                own.ask([Entry(name, 2 + counts[place] % 50, [5], 4) for name in names])
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(hammer, range(3)))
+    assert min(counts) > 20
+    assert min(counts) > 0.8 * sum(counts) / 3, counts
+    assert max(counts) < 1.2 * sum(counts) / 3, counts
+    for each in engines:
+        each.channel.close()
+
+
+def test_a_place_is_free_again_when_its_engine_is_gone(tmp_path: Path) -> None:
+    with draft_server(tmp_path, max_engines=1) as server:
+        url = server.options.listen[0]
+        first = scripted(url)
+        assert "all places for engines are taken" in refused(url, greeting())
+        first.ask([new_entry(1, [1, 2, 3])])
+        first.channel.close()  # in a round
+        until(lambda: server.draft.free_places == 1)
+        server.draft.pool.check([])
+        again = scripted(url)
+        again.ask([new_entry(1, [1, 2, 3])])
+        assert len(again.drafts(1)[0]) == 4
+        again.channel.close()
+
+
+# --- health -----------------------------------------------------------------------------------------------------------
+
+
+def test_health_readiness_and_metrics(tmp_path: Path) -> None:
+    with draft_server(tmp_path, max_engines=1, http_port=0) as server, health_server(server) as page:
+        one = scripted(server.options.listen[0])
+        one.ask([new_entry(1, [1, 2, 3])])
+        one.drafts(1)
+        one.prepared()
+        until(lambda: server.sessions[0].rounds == 1)
+        assert httpx.get(f"{page}/health").status_code == 200
+        assert httpx.get(f"{page}/ready").text == "all places are taken\n"
+        refused(server.options.listen[0], greeting(k=7))
+        until(lambda: bool(server.refused))
+        text = httpx.get(f"{page}/metrics").text
+        samples = {
+            sample.name: sample.value for each in text_string_to_metric_families(text) for sample in each.samples
+        }
+        assert samples["ssd_draft_server_engines"] == samples["ssd_draft_server_sequences"] == 1
+        assert samples["ssd_draft_server_rounds_total"] == samples["ssd_draft_server_refused_total"] == 1
+        assert samples["ssd_draft_server_kv_blocks_free"] < samples["ssd_draft_server_kv_blocks"]
+        one.channel.close()
+        until(lambda: httpx.get(f"{page}/ready").status_code == 200)
+        assert httpx.get(f"{page}/other").status_code == 404
+        server.drain()
+        assert httpx.get(f"{page}/ready").text == "draining\n"
+
+
+# --- faults of the server ---------------------------------------------------------------------------------------------
+
+
+def test_without_a_server_an_engine_decodes_without_drafts(tmp_path: Path) -> None:
+    """The server is not there, or takes connections and says nothing."""
+    silent = Address(path=f"{tmp_path}/silent")
+    with silent.listen(), engine(f"unix:{tmp_path}/nobody,{silent}") as llm:
+        assert texts(llm) == expected()
+        assert drafter_of(llm).replies == 0
+
+
+def test_another_server_replaces_one_that_is_lost(tmp_path: Path) -> None:
+    """Catches an engine that stays without drafts, or asks the server that is gone again and again."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    url = ",".join(f"unix:{tmp_path}/{name}/socket" for name in ("one", "two"))
+    with draft_server(tmp_path / "two") as two, draft_server(tmp_path / "one") as one, engine(url) as llm:
+        before, after = (one, two) if one.sessions else (two, one)
+        assert texts(llm) == expected()
+        before.drain()
+        until(lambda: not before.sessions)
+        until(lambda: texts(llm) == expected() and bool(after.sessions))
+        replies = drafter_of(llm).replies
+        assert texts(llm) == expected()
+        assert drafter_of(llm).replies > replies
+
+
+@pytest.mark.slow
+def test_sigterm_drains_and_the_engine_goes_on(tmp_path: Path) -> None:
+    with server_process("--listen", f"unix:{tmp_path}/socket") as process, engine(f"unix:{tmp_path}/socket") as llm:
+        assert texts(llm) == expected()
+        process.terminate()
+        assert process.wait(30) == 0
+        assert not (tmp_path / "socket").exists()
+        assert texts(llm) == expected()
+        assert drafter_of(llm).stats.failures > 0
+
+
+@pytest.mark.slow
+def test_texts_stand_while_servers_and_engines_are_killed(tmp_path: Path) -> None:
+    """Three engines; the server is killed and started again, and so are engines of another process, in rounds."""
+    url, ended = f"unix:{tmp_path}/socket", threading.Event()
+
+    def kill_servers() -> None:
+        while not ended.is_set():
+            with server_process("--listen", url) as process:
+                ended.wait(4.0)
+                process.kill()
+
+    def kill_engines() -> None:
+        while not ended.is_set():
+            program = f"from draft_servers import *; llm = engine({url!r})\nwhile True: texts(llm)"
+            with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL) as process:
+                ended.wait(8.0)
+                process.kill()
+
+    killers = [threading.Thread(target=each) for each in (kill_servers, kill_engines)]
+    for each in killers:
+        each.start()
+    until(lambda: (tmp_path / "socket").exists(), 60)
+    engines = [engine(url) for _ in range(3)]
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            for _ in range(12):
+                assert list(pool.map(texts, engines)) == [expected()] * 3
+        assert all(drafter_of(llm).replies > 20 and drafter_of(llm).stats.failures for llm in engines)
+    finally:
+        ended.set()
+        for each in (*killers,):
+            each.join()
+        for llm in engines:
+            llm.close()
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("speculation", "message"),
+    [
+        ({"draft_url": "http://host:1"}, "draft_url='http://host:1': must be unix:/path or tcp://host:port"),
+        (
+            {"draft_url": "unix:/s", "draft": "tiny-llama-eagle"},
+            "heads and block drafts read the target's hidden states",
+        ),
+        ({"draft_url": "unix:/s", "mode": "sd"}, 'is for mode="ssd", not for mode="sd"'),
+        ({"draft_url": "unix:/s", "acceptance": "rejection"}, "has no option acceptance"),
+        ({"mode": "ssd", "draft": "x", "draft_token": "y"}, "draft_token is for a draft server"),
+    ],
+)
+def test_options_that_do_not_fit(speculation: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        SpeculationConfig.of(speculation)
+
+
+def test_options_of_a_server_that_do_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="engines that come over TCP need a token"):
+        DraftServerOptions(listen=("tcp://127.0.0.1:1",))
+    with pytest.raises(ConfigError, match=r"address 'tcp://host': must be"):
+        DraftServerOptions(listen=("tcp://host",), tokens=("x",))
+    with (
+        pytest.raises(ConfigError, match="reads the target's hidden states"),
+        draft_server(tmp_path, "tiny-llama-eagle"),
+    ):
+        pass
+    address = Address(path=f"{tmp_path}/twice")
+    with address.listen(), pytest.raises(ConfigError, match=r"cannot listen on unix:.*a server listens there"):
+        address.listen()
