@@ -19,6 +19,7 @@ from ssd.drafting.joint import JointPass
 from ssd.drafting.model import DraftModel
 from ssd.drafting.runner import DraftRunner
 from ssd.drafting.shapes import RunShapes, widths_up_to
+from ssd.drafting.ssd import SSDDrafter
 from ssd.drafting.turns import Turns
 from ssd.drafting.wire import Hello
 from ssd.drafting.worker import WorkerDrafter
@@ -75,8 +76,8 @@ class SharedDraft:
     def free_places(self) -> int:
         return len(self._places)
 
-    def open(self, hello: Hello, owner: str) -> WorkerDrafter:
-        """The drafter of an engine, with a place of its own until it is closed; `owner` of its prefixes."""
+    def open(self, hello: Hello, owner: str) -> tuple[WorkerDrafter, int]:
+        """The drafter of an engine, and its place until `close`. `owner`: of its prefixes."""
         with self._lock:
             if not self._places:
                 raise ConfigError("all places for engines are taken: raise --max-engines there")
@@ -108,14 +109,14 @@ class SharedDraft:
         drafter = ssd_drafter(model, speculation, fan_out)
         drafter.lookahead, drafter.budget = hello.k, hello.budget
         drafter.policy.backup = hello.backup
-        worker = WorkerDrafter(drafter, state)
-        worker.close = lambda: self._close(worker, place)
-        return worker
+        return WorkerDrafter(drafter, state), place
 
-    def _close(self, worker: WorkerDrafter, place: int) -> None:
+    def close(self, worker: WorkerDrafter, place: int) -> None:
         """Frees what an engine has; in a turn of the calling thread."""
         for sequence_id in list(worker.sequences):
             worker.forget(sequence_id)
+        assert isinstance(worker.drafter, SSDDrafter)
+        worker.drafter.runner.graphs.clear()
         if self._decoder.recordings is not None:
             self._decoder.recordings.clear()  # some are of the engine's memory
         with self._lock:

@@ -18,6 +18,7 @@ from typing import Final
 from ssd.assembly.draft_server import SharedDraft
 from ssd.draft_server.options import DraftServerOptions
 from ssd.draft_server.session import Session
+from ssd.kernels.cpu.kernels import trim_heap
 from ssd.parallel.address import Address
 from ssd.parallel.transport import Channel, refusal
 
@@ -94,6 +95,7 @@ class DraftServer:
         session.thread.start()
 
     def _forget(self, session: Session) -> None:
+        trim_heap()
         with self.lock:
             self._sessions.discard(session)
             if session.tenant is not None:

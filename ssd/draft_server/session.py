@@ -95,12 +95,12 @@ class Session:
             hello = self._greet()
             log.info("engine %d: k=%d, up to %d sequences", self.number, hello.k, hello.max_sequences)
             self._draft.enter_thread()
-            worker = self._draft.open(hello, str(self.tenant))
+            worker, place = self._draft.open(hello, str(self.tenant))
             try:
                 self._serve(worker, hello)
             finally:
                 with self._draft.turns.round():
-                    worker.close()
+                    self._draft.close(worker, place)
         except ChannelClosed:
             if self._draining:
                 self._say("the draft server is stopping")
