@@ -68,7 +68,7 @@ def drafter_of(llm: LLM) -> Any:
 def test_an_engine_has_its_drafts_from_a_server(url: str) -> None:
     with engine(url) as llm:
         assert texts(llm) == expected()
-        assert drafter_of(llm).replies + drafter_of(llm).at_hand > 20
+        assert drafter_of(llm).replies + drafter_of(llm).at_hand > 10
         assert drafter_of(llm).stats.failures == 0
 
 
@@ -79,7 +79,7 @@ def test_three_engines_have_joined_steps_and_the_texts_of_plain_decoding(url: st
         with ThreadPoolExecutor(3) as pool:
             found = list(pool.map(lambda llm: [texts(llm), texts(llm)], engines))
         assert found == [[expected()] * 2] * 3
-        assert server.draft.turns.passes - before > 20
+        assert server.draft.turns.passes - before > 5
         for llm in engines:
             metrics = llm.engine.metrics
             assert metrics.spec_decode_num_accepted_tokens > 0.3 * metrics.spec_decode_num_draft_tokens
