@@ -115,9 +115,9 @@ def run(requests: int, seconds: float, seed: int) -> list[str]:
             process.terminate()
             if process.wait(30):
                 problems.append(f"exit code {process.returncode}")
-    print(
-        dict(soak.counts), f"{time.monotonic() - soak.began:.0f} s", f"after the warm-up {before}, at the end {after}"
-    )
+    counts = ", ".join(f"{count} {name}" for name, count in soak.counts.items())
+    seconds = time.monotonic() - soak.began
+    sys.stdout.write(f"{counts}; {seconds:.0f} s; after the warm-up {before}, at the end {after}\n")
     return problems
 
 
