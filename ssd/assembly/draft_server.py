@@ -18,7 +18,6 @@ from ssd.config import EngineConfig
 from ssd.drafting.joint import JointPass
 from ssd.drafting.model import DraftModel
 from ssd.drafting.runner import DraftRunner
-from ssd.drafting.shapes import RunShapes, widths_up_to
 from ssd.drafting.ssd import SSDDrafter
 from ssd.drafting.turns import Turns
 from ssd.drafting.wire import Hello
@@ -48,11 +47,12 @@ class SharedDraft:
         checkpoint = open_checkpoint(name, "draft")
         self.name, self.config, self.device = name, config, resolve_device(config.device)
         self.vocabulary, self.tokenizer = checkpoint.tokenizer().hashes
+        self.vocab_size = checkpoint.config.vocab_size
         self.max_len = config.max_model_len or checkpoint.config.max_position
         self.threads = (config.speculation.draft_threads or 1) if self.device.type == "cpu" else 0
         self.enter_thread()
         shapes, slots = run_shapes(config, self.device), num_slots(config) + 1
-        state = make_state(config, self.max_len, checkpoint.config.vocab_size, self.device)
+        state = make_state(config, self.max_len, self.vocab_size, self.device)
         loaded = load_draft(config, checkpoint, state, self.max_len, engines=max_engines)
         every = replace(config, max_num_seqs=max_engines * config.max_num_seqs)
         blocks = kv_blocks(every, [loaded], loaded.max_len)
@@ -82,7 +82,15 @@ class SharedDraft:
             if not self._places:
                 raise ConfigError("all places for engines are taken: raise --max-engines there")
             place = self._places.pop()
-        config, decoder = self.config, self._decoder
+        try:
+            return self._open(hello, owner, place), place
+        except BaseException:
+            self._free(place)
+            raise
+
+    def _open(self, hello: Hello, owner: str, place: int) -> WorkerDrafter:
+        speculation = replace(self.config.speculation, k=hello.k, budget=hello.budget, backup=hello.backup)  # type: ignore[arg-type]
+        own = replace(self.config, max_num_seqs=hello.max_sequences, speculation=speculation)
         state = SequenceState(
             self._slots - 1,
             max_len=hello.max_len,
@@ -92,24 +100,14 @@ class SharedDraft:
         )
         tables = self._tables.part(place * self._slots, self._slots - 1)
         runner = self._runner.for_state(state, tables, self._runner.scratch_slot + place * self._scratch)
-        most = run_shapes(config, self.device)
-        on_cuda = self.device.type == "cuda"
-        widths = (hello.budget,) if on_cuda else widths_up_to(hello.budget)
-        sequences = min(hello.max_sequences, config.max_num_seqs)
-        rows = min(most.max_rows, sequences * hello.budget)
-        shapes = RunShapes(hello.k, sequences, max(sequences, rows), widths, bucketed=on_cuda)
-        speculation, fan_out = config.speculation, make_fan_out(config.speculation)
         model = DraftModel(
-            DraftRunner(runner, shapes, turns=self.turns),
-            max_len=decoder.config.max_position,
+            DraftRunner(runner, run_shapes(own, self.device), turns=self.turns),
+            max_len=self._decoder.config.max_position,
             max_num_batched_tokens=_PROMPT_TOKENS[self.device.type],
             pool=self.pool,
             owner=owner,
         )
-        drafter = ssd_drafter(model, speculation, fan_out)
-        drafter.lookahead, drafter.budget = hello.k, hello.budget
-        drafter.policy.backup = hello.backup
-        return WorkerDrafter(drafter, state), place
+        return WorkerDrafter(ssd_drafter(model, speculation, make_fan_out(speculation)), state)
 
     def close(self, worker: WorkerDrafter, place: int) -> None:
         """Frees what an engine has; in a turn of the calling thread."""
@@ -119,6 +117,9 @@ class SharedDraft:
         worker.drafter.runner.graphs.clear()
         if self._decoder.recordings is not None:
             self._decoder.recordings.clear()  # some are of the engine's memory
+        self._free(place)
+
+    def _free(self, place: int) -> None:
         with self._lock:
             self._places.append(place)
 

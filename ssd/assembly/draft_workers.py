@@ -36,6 +36,7 @@ from ssd.text.tokenizer import Tokenizer
 
 log = logging.getLogger("ssd")
 _WORKER_START_SECONDS = 120.0
+_SERVER = "the draft server"
 _SERVER_SECONDS = 10.0  # for the connection to a draft server
 
 
@@ -94,9 +95,9 @@ def connect_draft_server(config: EngineConfig, state: SequenceState, tokenizer: 
     servers = DraftServers([Address.of(each) for each in str(speculation.draft_url).split(",")], hello)
     drafter: ProcessDrafter
     if in_flight:
-        drafter = LateBindingDrafter([servers], k, state, budget=budget, backup=speculation.backup)
+        drafter = LateBindingDrafter([servers], k, state, budget=budget, backup=speculation.backup, name=_SERVER)
     else:
-        drafter = ProcessDrafter([servers], k, state.vocab_size, budget=budget)
+        drafter = ProcessDrafter([servers], k, state.vocab_size, budget=budget, name=_SERVER)
     servers.wait(_SERVER_SECONDS)
     drafter.cores = servers.cores
     if servers.refused:

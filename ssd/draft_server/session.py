@@ -7,8 +7,6 @@ import logging
 import os
 import socket
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Set
 from contextlib import suppress
 from typing import Final
@@ -34,7 +32,6 @@ log = logging.getLogger("ssd")
 
 _GREETING_SECONDS: Final = 5.0  # that an engine has to say HELLO, and then SETUP
 _READING_SECONDS: Final = 5.0  # that an engine may take to read an answer
-_MOST_VOCAB: Final = 1 << 20
 _OTHER_WORDS: Final = 1024  # of a sequence in a message, beside its tokens and biases
 _BACKUPS: Final = ("jit", "fast", "auto")
 
@@ -68,9 +65,7 @@ class Session:
         self.number = number  # of the connection, for the log
         self.tenant: int | None = None  # index of its token, once it is served; 0 without tokens
         self.rounds = 0
-        self.drafts = Counter[str]()  # "written", when asked for, and "prepared"
         self.sequences = 0
-        self.busy_seconds = 0.0  # in rounds, those of other engines beside them included
         self.refusal = ""  # why it was refused: a word, for counts
         self._draft, self._options, self._on_end = draft, options, on_end
         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -79,11 +74,6 @@ class Session:
         self._channel = _Posting(end)
         self._draining = False
         self.thread = threading.Thread(target=self._run, name=f"engine {number}", daemon=True)
-
-    @property
-    def num_bytes(self) -> tuple[int, int]:
-        """Received and sent."""
-        return self._channel.received.num_bytes, self._channel.sent.num_bytes
 
     def drain(self) -> None:
         """Ends it after its round, if it is in one."""
@@ -147,7 +137,7 @@ class Session:
                     name, f"the target has another {name} than the draft model {draft.name}: use one of its family"
                 )
         for name, value, most, remedy in (
-            ("vocab_size", hello.vocab_size, _MOST_VOCAB, "use another draft server"),
+            ("vocab_size", hello.vocab_size, 2 * draft.vocab_size, "use a draft of the target's family"),
             ("k", hello.k, options.k, "lower k, or start the server with a larger --k"),
             ("budget", hello.budget, options.budget, "lower budget, or start the server with a larger --budget"),
             ("max_num_seqs", hello.max_sequences, options.max_sequences, "lower it, or raise --max-sequences there"),
@@ -179,11 +169,9 @@ class Session:
             message = channel.expect(Kind.ROUND, limit)
             round_ = decode_round(message.payload)
             check_round(round_, hello, worker.sequences.keys())
-            began = time.perf_counter()
             with self._draft.turns.round():
                 serve_round(worker, channel, message, round_)
             self.rounds += 1
-            self.busy_seconds += time.perf_counter() - began
             self.sequences = len(worker.sequences)
             channel.flush(_READING_SECONDS)
 
