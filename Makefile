@@ -19,7 +19,7 @@ endef
 
 MINUTES ?= 2
 
-.PHONY: demo test test-gpu test-all sanitize fuzz fuzz-server soak check docs format bench clean
+.PHONY: demo test test-gpu test-all sanitize fuzz fuzz-server soak soak-drafts check docs format bench clean
 
 # What the package needs, at the versions that it is tested with; and what its developers need beside that.
 $(INSTALLED): pyproject.toml
@@ -66,6 +66,9 @@ fuzz-server: $(READY)  # REQUESTS=1000 SEED=123
 
 soak: $(READY)  # REQUESTS=1000 SEED=123
 	PYTHONPATH=tests $(BIN)/python -m soak $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(SEED),--seed $(SEED))
+
+soak-drafts: $(READY)  # REQUESTS=10000, or MINUTES=30, SEED=123
+	PYTHONPATH=tests $(BIN)/python -m draft_server_soak --minutes $(MINUTES) $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(SEED),--seed $(SEED))
 
 check: $(READY)
 	$(BIN)/ruff check .

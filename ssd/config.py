@@ -28,8 +28,10 @@ TREE_MAX = 32  # nodes of the largest tree of tree="auto"
 MOST_TREE_ROWS = 512
 _OF_SSD = {
     *("fan_out", "fan_out_hit", "fan_out_miss", "budget", "backup", "placement"),
-    *("draft_device", "draft_replicas", "draft_threads"),
+    *("draft_device", "draft_replicas", "draft_threads", "draft_url", "draft_token"),
 }
+_OF_A_DRAFT_SERVER = {"k", "k_max", "budget", "backup", "draft_url", "draft_token"}
+_ADDRESS = r"(unix:[^,\s]+|tcp://[^,\s/]+:\d{1,5})"
 
 
 @runtime_checkable
@@ -176,6 +178,19 @@ class SpeculationConfig:
         1, "ssd, placement process: GPUs (or processes on a CPU) that each draft model is split over.", least=1
     )
 
+    draft_url: str | None = option(
+        None,
+        "ssd: a draft server (`ssd draft-server`) in place of a draft model: unix:/path or tcp://host:port. Of "
+        "several, separated by commas, the one that answers the soonest is used, and another one when it is lost.",
+        pattern=rf"{_ADDRESS}(,{_ADDRESS})*",
+        expects="unix:/path or tcp://host:port, several of them separated by commas",
+    )
+    draft_token: str | None = option(
+        None,
+        "The token that the draft server asks for; engines with the same one share prefixes there.",
+        env="SSD_DRAFT_TOKEN",
+    )
+
     def __post_init__(self) -> None:
         validate(self, owner="speculation ")
         self._check_fan_out_lists()
@@ -204,7 +219,8 @@ class SpeculationConfig:
             raise ConfigError(
                 f'speculation mode="ar" drafts nothing: leave the other options out, or use mode="{mode}" with a draft'
             )
-        if self.mode != "ar" and self.draft is None:
+        self._check_draft_server()
+        if self.mode != "ar" and self.draft is None and self.draft_url is None:
             raise ConfigError(f'speculation mode="{self.mode}" needs a draft: name a model, or (not ssd) {SUFFIX!r}')
         if self.draft == "ngram":
             raise ConfigError(f'speculation draft="ngram": n-gram look-up is replaced by draft={SUFFIX!r}')
@@ -256,6 +272,25 @@ class SpeculationConfig:
             raise ConfigError('speculation saguaro_c is for acceptance="rejection": leave it out, or use that rule')
         if self.fan_out_hit is not None and self.fan_out != "adaptive":
             raise ConfigError("speculation fan_out and fan_out_hit/fan_out_miss are two ways to say it: leave one out")
+
+    def _check_draft_server(self) -> None:
+        url = self.draft_url
+        if url is None:
+            if self.draft_token is not None:
+                raise ConfigError("speculation draft_token is for a draft server: name it with draft_url")
+            return
+        if self.draft is not None:
+            raise ConfigError(
+                f"speculation draft_url={url!r} and draft={self.draft!r}: a draft server has a draft model of its own; "
+                "heads and block drafts read the target's hidden states, which are not sent. Leave one of them out"
+            )
+        if self.mode != "ssd":
+            raise ConfigError(f'speculation draft_url={url!r} is for mode="ssd", not for mode="{self.mode}"')
+        if others := sorted(self._changed - _OF_A_DRAFT_SERVER):
+            raise ConfigError(
+                f"speculation draft_url={url!r} has no option {', '.join(others)}: the draft server has its own; leave "
+                "it out"
+            )
 
     def _check_tree(self) -> None:
         if self.tree is None:
@@ -343,7 +378,8 @@ class SpeculationConfig:
             raise ConfigError(
                 f'speculation={value!r}: must be None or a mapping such as {{"mode": "sd", "draft": "…", "k": 4}}'
             )
-        return build(cls, {**({"mode": "sd"} if "draft" in value else {}), **value})
+        implied = {"mode": "ssd"} if "draft_url" in value else {"mode": "sd"} if "draft" in value else {}
+        return build(cls, {**implied, **value})
 
 
 @dataclass(frozen=True)

@@ -631,7 +631,7 @@ def make_sequence(
 def cached_prefixes(pool: BlockPool) -> dict[int, tuple[int, ...]]:
     """For every block in the prefix cache whose ancestors are all still there: the tokens up to its end."""
     found: dict[int, tuple[int, ...]] = {}
-    reached = [((), entry) for entry in pool._root.children.values()]
+    reached = [((), entry) for root in pool._roots.values() for entry in root.children.values()]
     while reached:
         head, entry = reached.pop(0)
         prefix = (*head, *entry.tokens)

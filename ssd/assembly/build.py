@@ -138,7 +138,7 @@ def _assemble(
     config = replace(config, speculation=split_cores(config, runner, draft_runner))
     # A draft on another device chooses its own dtype and memory; sequences are as long as the target's.
     limited = replace(config, max_model_len=max_model_len)
-    drafter = make_drafter(limited, draft_runner, runner, on_demand=on_demand)
+    drafter = make_drafter(limited, draft_runner, runner, tokenizer, on_demand=on_demand)
     dtype = str(runner.decoder.dtype).removeprefix("torch.")
     config = replace(config, dtype=dtype, max_model_len=max_model_len, num_kv_blocks=runner.num_blocks)  # type: ignore[arg-type]
     config = replace(config, max_num_batched_tokens=scheduler.max_num_batched_tokens, block_size=runner.block_size)
@@ -174,7 +174,7 @@ def _log_choices(config: EngineConfig, runners: Seq[ModelRunner]) -> None:
             placement += f", {name}={value}" if (value := getattr(speculation, name)) not in (None, 1) else ""
         log.info(
             "drafter: mode=%s, draft=%s, k=%s%s%s",
-            *(speculation.mode, speculation.draft, speculation.k, form, placement),
+            *(speculation.mode, speculation.draft or speculation.draft_url, speculation.k, form, placement),
         )
 
 

@@ -80,10 +80,14 @@ def load_draft(
     limit: int,
     target: Decoder | None = None,
     tp: TensorParallel = TensorParallel(),  # noqa: B008 (frozen)
+    engines: int = 1,
 ) -> Loaded:
-    """Loads the draft model or head. Its batches read K + 1 tokens per sequence, and its positions go K + 1 further."""
+    """Loads the draft model or head. Its batches read K + 1 tokens per sequence, and its positions go K + 1 further.
+
+    `engines`: that share it, each with KV slots for its branches.
+    """
     shapes, head = run_shapes(config, state.device), isinstance(draft, FeatureCheckpoint)
-    scratch = shapes.scratch_slots
+    scratch = engines * shapes.scratch_slots
     if head and shapes.max_width:
         size = kv_block_size(config, state.device)
         scratch += config.max_num_seqs * private_blocks(shapes.lookahead, size) * size

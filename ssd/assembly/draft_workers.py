@@ -21,16 +21,23 @@ from ssd.assembly.ranks import Follower, Place, Ranks
 from ssd.config import MOST_BRANCHES, EngineConfig
 from ssd.drafting.late import LateBindingDrafter
 from ssd.drafting.process import ProcessDrafter
+from ssd.drafting.remote import DraftServers
+from ssd.drafting.wire import Hello
 from ssd.drafting.worker import WorkerDrafter
+from ssd.errors import ConfigError
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
 from ssd.kernels.cpu.threads import set_threads
 from ssd.kernels.device import kernels
 from ssd.options import build
+from ssd.parallel.address import Address
 from ssd.parallel.process import Worker
+from ssd.text.tokenizer import Tokenizer
 
 log = logging.getLogger("ssd")
 _WORKER_START_SECONDS = 120.0
+_SERVER = "the draft server"
+_SERVER_SECONDS = 10.0  # for the connection to a draft server
 
 
 def start_workers(config: EngineConfig, state: SequenceState) -> ProcessDrafter:
@@ -63,6 +70,42 @@ def start_workers(config: EngineConfig, state: SequenceState) -> ProcessDrafter:
         cores = speculation.draft_cores if first.type == state.device.type == "cpu" else 0
         drafter = ProcessDrafter(starts, k, state.vocab_size, budget=budget, cores=cores, on_demand=on_demand)
     return drafter if on_demand else await_workers(drafter)
+
+
+def connect_draft_server(config: EngineConfig, state: SequenceState, tokenizer: Tokenizer) -> ProcessDrafter:
+    """A drafter in a draft server. `config`: with the target's `max_model_len`; `state`: the target's.
+
+    Refused by every server that answers: ConfigError. Without an answer decoding begins without drafts.
+    """
+    speculation = config.speculation
+    in_flight = kernels(state.device).draft_table is not None
+    k, budget = speculation.lookahead, max(speculation.budgets)
+    vocabulary, rules = tokenizer.hashes
+    hello = Hello(
+        token=speculation.draft_token or "",
+        vocabulary=vocabulary,
+        tokenizer=rules,
+        vocab_size=state.vocab_size,
+        k=k,
+        budget=budget,
+        max_sequences=config.max_num_seqs,
+        max_len=config.max_model_len or state.token_ids.shape[1],
+        backup="jit" if in_flight else speculation.backup,  # in flight it is chosen here
+    )
+    servers = DraftServers([Address.of(each) for each in str(speculation.draft_url).split(",")], hello)
+    drafter: ProcessDrafter
+    if in_flight:
+        drafter = LateBindingDrafter([servers], k, state, budget=budget, backup=speculation.backup, name=_SERVER)
+    else:
+        drafter = ProcessDrafter([servers], k, state.vocab_size, budget=budget, name=_SERVER)
+    servers.wait(_SERVER_SECONDS)
+    drafter.cores = servers.cores
+    if servers.refused:
+        drafter.close()
+        raise ConfigError(f"speculation draft_url: {'; '.join(servers.refused)}")
+    if not drafter.wait_ready(_SERVER_SECONDS):
+        log.warning("no draft server is ready: decoding begins without drafts")
+    return drafter
 
 
 def await_workers(drafter: ProcessDrafter) -> ProcessDrafter:

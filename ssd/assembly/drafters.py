@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ssd.assembly.cores import least_seconds
 from ssd.assembly.draft_runners import make_draft_model, make_fan_out, make_feature_model, ssd_drafter
-from ssd.assembly.draft_workers import await_workers, start_workers
+from ssd.assembly.draft_workers import await_workers, connect_draft_server, start_workers
 from ssd.assembly.placement import prepares_here
 from ssd.config import EngineConfig, SpeculationConfig
 from ssd.decoding.drafter import Drafter
@@ -21,10 +21,14 @@ from ssd.errors import ConfigError
 from ssd.execution.runner import ModelRunner
 from ssd.execution.state import SequenceState
 from ssd.kernels.device import kernels
+from ssd.text.tokenizer import Tokenizer
 
 
-def make_drafter(config: EngineConfig, runner: ModelRunner | None, target: ModelRunner, *, on_demand: bool) -> Drafter:
-    """`config`: the user's, with the target's `max_model_len`. `runner`: that of a draft in this process.
+def make_drafter(
+    config: EngineConfig, runner: ModelRunner | None, target: ModelRunner, tokenizer: Tokenizer, *, on_demand: bool
+) -> Drafter:
+    """`config`: the user's, with the target's `max_model_len`. `runner`: that of a draft in this process. `tokenizer`:
+    of the target.
 
     `on_demand`: processes of a mode that may not pay are started when it is first tried.
     """
@@ -35,6 +39,8 @@ def make_drafter(config: EngineConfig, runner: ModelRunner | None, target: Model
     elif runner is not None:
         model = make_draft_model(config, runner, make_fan_out(speculation), target)
     workers = start_workers(config, target.state) if speculation.placement == "process" else None
+    if speculation.draft_url is not None:
+        workers = connect_draft_server(config, target.state, tokenizer)
     least = least_seconds(config, target, runner)
     drafter = drafter_of(model, speculation, target.state, workers, least)
     first = drafter.arm.mode if isinstance(drafter, DepthController) else speculation.mode

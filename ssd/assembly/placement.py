@@ -40,7 +40,9 @@ def placed(
     `ranks`: of the target.
     """
     prepares = prepares and not speculation.suffix
-    if speculation.mode not in ("ssd", "auto") or speculation.draft_model is None or not prepares:
+    if speculation.draft_url is not None or speculation.mode not in ("ssd", "auto"):
+        return speculation
+    if speculation.draft_model is None or not prepares:
         return speculation
     placement, wanted = speculation.placement, speculation.draft_device
     if placement == "auto" and wanted is not None:

@@ -16,6 +16,7 @@ from ssd.cli import (
     cache,
     chat,
     demo,
+    draft_server,
     explain,
     export,
     generate,
@@ -125,6 +126,7 @@ _add(help=pull.HELP)(pull.pull)
 _add("list", help=models.HELP)(models.list_models)
 _add()(generate.generate)
 _add(help=serve.HELP, context_settings={"auto_envvar_prefix": "SSD"})(serve.serve)  # SSD_PORT stands for --port
+_add("draft-server", help=draft_server.HELP)(draft_server.draft_server)
 _add(help=explain.HELP)(explain.explain)
 _add(help=verify.HELP)(verify.verify)
 _add(help=bench.HELP)(bench.bench)

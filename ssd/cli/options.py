@@ -22,6 +22,7 @@ import typer
 from ssd.cli.console import explained
 from ssd.config import EngineConfig, SpeculationConfig
 from ssd.core import SamplingParams
+from ssd.draft_server.options import DraftServerOptions
 from ssd.errors import ConfigError
 from ssd.options import Option, options_of
 from ssd.server.models.options import CatalogOptions
@@ -37,6 +38,7 @@ PANELS: Final[Mapping[type, str]] = {
     ServerOptions: "Server",
     CatalogOptions: "Several models",
     SimulationConfig: "Models, hardware, load",
+    DraftServerOptions: "Draft server",
 }
 DEFAULTS: Final = {
     "mode": "sd with a draft, else ar",
@@ -162,7 +164,8 @@ def _value(option: Option, value: Any) -> Any:
 def _nested(option: Option, text: str | None, flags: Given) -> Given:
     """The options of a nested config, from its flags or from its JSON; nothing if neither was given."""
     if text is None:
-        return {option.name: {**flags, "mode": flags.get("mode", "sd")}} if flags else {}
+        usual = "ssd" if "draft_url" in flags else "sd"
+        return {option.name: {**flags, "mode": flags.get("mode", usual)}} if flags else {}
     if flags:
         names = ", ".join(map(flag_of, flags))
         raise ConfigError(f"{flag_of(option.name)} says it all: leave out {names}, or put it into the JSON")

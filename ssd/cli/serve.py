@@ -203,7 +203,11 @@ def _summary(config: EngineConfig) -> list[str]:
     if device != "cpu":
         device = f"{device} ({torch.cuda.get_device_name(device)})"
     tokens = (config.num_kv_blocks or 0) * (config.block_size or 0)
-    drafter = "no draft" if speculation.mode == "ar" else f"draft {speculation.draft}, k {speculation.k}"
+    drafter = (
+        "no draft"
+        if speculation.mode == "ar"
+        else f"draft {speculation.draft or speculation.draft_url}, k {speculation.k}"
+    )
     sequences = f"{config.max_num_seqs} sequences of up to {config.max_model_len:,} tokens"
     return [
         f"device      {device}, {config.dtype}{f', weights in {config.quantization}' if config.quantization else ''}",

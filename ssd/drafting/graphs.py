@@ -39,6 +39,12 @@ class PieceGraphs:
         if self._on_use:
             self.capture(key, compute, stream)
 
+    def clear(self) -> None:
+        """Drops them all, with the memory that they keep."""
+        self._graphs.clear()
+        if self._recordings is not None:
+            self._recordings.clear()
+
     def capture(self, key: Hashable, compute: Compute, stream: torch.cuda.Stream | None = None) -> None:
         """Captures a graph, unless there is one. The kernels must have been compiled.
 

@@ -27,7 +27,7 @@ from ssd.drafting.width import WidthInTime
 from ssd.drafting.wire import Draft
 from ssd.execution.clock import Clock
 from ssd.execution.state import SequenceState
-from ssd.parallel.process import Worker
+from ssd.parallel.supervisor import Peer
 
 _POLL = 5e-5  # seconds between two looks for messages
 _GRACE = 0.01  # seconds that the device waits longer than the host
@@ -54,7 +54,7 @@ class LateBindingDrafter(ProcessDrafter):
 
     def __init__(
         self,
-        starts: Seq[Callable[[], Worker]],
+        starts: Seq[Callable[[], Peer | None]],
         lookahead: int,
         state: SequenceState,
         *,

@@ -112,13 +112,22 @@ class DraftModel(DraftSource):
     """Runs a draft model for works, and does its KV bookkeeping."""
 
     def __init__(
-        self, runner: DraftRunner, *, max_len: int, max_num_batched_tokens: int, prefix_caching: bool = True
+        self,
+        runner: DraftRunner,
+        *,
+        max_len: int,
+        max_num_batched_tokens: int,
+        prefix_caching: bool = True,
+        pool: BlockPool | None = None,
+        owner: str = "",
     ) -> None:
+        """`pool`: one that several engines share, whose prefixes are shared among those of an `owner`."""
         super().__init__(runner)
         self.max_len = max_len  # positions of the draft model
         self.max_num_batched_tokens = max_num_batched_tokens
         num_blocks, block_size = self.model_runner.num_blocks, self.model_runner.block_size
-        self.pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching)
+        self.pool = pool or BlockPool(num_blocks, block_size, prefix_caching=prefix_caching)
+        self._owner = owner
         self._computed = runner.buffers.computed
         self._sequences: dict[int, DraftSequence] = {}  # by sequence id, least recently used first
 
@@ -130,7 +139,7 @@ class DraftModel(DraftSource):
         sequence, tables = work.sequence, self.model_runner.tables
         own = self._sequences.pop(sequence.id, None)
         if own is None:
-            own = DraftSequence(work.slot)
+            own = DraftSequence(work.slot, BlockTable(owner=self._owner))
             self.pool.attach_prefix(own.kv, sequence.tokens)
             tables.reset(work.slot)
             self._computed[work.slot].fill_(own.kv.num_computed)
@@ -230,6 +239,7 @@ class DraftModel(DraftSource):
                         left -= count
                 slots, starts, counts = map(list, zip(*chunks, strict=True))
                 self.model_runner.forward(Batch(slots, starts, counts, [0] * len(chunks)))
+                self.runner.let_others()
                 unread = [(own, end) for own, end in unread if own.kv.num_computed < end]
         for own, _ in ends:
             self._computed[own.slot].fill_(own.kv.num_computed)

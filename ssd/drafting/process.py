@@ -17,8 +17,7 @@ from ssd.decoding.drafter import Drafter, Prepared
 from ssd.drafting.estimate import Average
 from ssd.drafting.replica import DraftReplica
 from ssd.drafting.wire import Draft
-from ssd.parallel.process import Worker
-from ssd.parallel.supervisor import Supervisor
+from ssd.parallel.supervisor import Peer, Supervisor
 
 LEAST_PATIENCE, MOST_PATIENCE = 0.05, 1.0  # seconds
 _PATIENCE_PER_REPLY = 8  # times the mean reply
@@ -32,13 +31,14 @@ class ProcessDrafter(Drafter):
 
     A round waits for proposals at most 8 times as long as for the average reply (at first `patience` seconds), and not
     for workers of which an earlier reply is overdue. `on_demand`: they are launched when they are first asked for.
+    `name`: for the log.
     """
 
     needs_tokens = True
 
     def __init__(
         self,
-        starts: Seq[Callable[[], Worker]],
+        starts: Seq[Callable[[], Peer | None]],
         lookahead: int,
         vocab_size: int,
         *,
@@ -49,6 +49,7 @@ class ProcessDrafter(Drafter):
         start_limit: float = 600.0,
         cores: int = 0,
         on_demand: bool = False,
+        name: str = "the drafter's process",
     ) -> None:
         super().__init__()
         self.cores = cores
@@ -63,7 +64,6 @@ class ProcessDrafter(Drafter):
         self._watched = False  # an observer has asked for the branches of the last round
         self._all_hit = Average(15 / 16, 4.0, 4.0)  # share of rounds in which every draft had been prepared
         limits = {"hang_limit": hang_limit, "start_limit": start_limit}
-        name = "the drafter's process"
         supervisors = [Supervisor(name, start, clock=clock, on_demand=on_demand, **limits) for start in starts]
         self.replicas = [DraftReplica(each, lookahead, vocab_size) for each in supervisors]
 

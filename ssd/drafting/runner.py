@@ -27,6 +27,7 @@ from ssd.drafting.fan_out import RANKS, FanOut, OutcomeStatistics
 from ssd.drafting.graphs import PieceGraphs
 from ssd.drafting.shapes import RunShape, RunShapes
 from ssd.drafting.tree import DraftTrees
+from ssd.drafting.turns import Turns
 from ssd.execution.clock import Clock, StreamClock, now
 from ssd.execution.host_copy import HostCopy
 from ssd.execution.runner import ModelRunner
@@ -101,7 +102,8 @@ class DraftRunner:
     """Launches the pieces of runs of an autoregressive draft model, whose steps are a forward pass each.
 
     `shared`: branches are prepared while the target computes on the same GPU, so they are several kernels a step.
-    `rejection`, `saguaro_c`: see `TokenChoice`. `states_width`: see `DraftBuffers`.
+    `rejection`, `saguaro_c`: see `TokenChoice`. `states_width`: see `DraftBuffers`. `turns`: those of several engines
+    that share the model.
     """
 
     def __init__(
@@ -114,7 +116,9 @@ class DraftRunner:
         graphs: bool = False,
         shared: bool = False,
         states_width: int = 0,
+        turns: Turns | None = None,
     ) -> None:
+        self.turns, self._joined = turns, False  # joined: the piece that is launched has others' steps beside it
         self.model_runner, self.decoder, self.kv = model_runner, model_runner.decoder, model_runner.kv
         self.state, self.device, self.shapes = model_runner.state, model_runner.state.device, shapes
         self.rejection, self.shared = rejection, shared
@@ -122,7 +126,8 @@ class DraftRunner:
         self.choice = TokenChoice(self.buffers, rejection=rejection, saguaro_c=saguaro_c)
         self.on_cuda = self.device.type == "cuda"
         self.stream = torch.cuda.Stream(priority=-1) if self.on_cuda else None  # type: ignore[no-untyped-call]
-        on_use, recordings = self.decoder.tp.size == 1, self.decoder.recordings
+        on_use = self.decoder.tp.size == 1
+        recordings = self.decoder.recordings if turns is None else self.decoder.ops.recordings()  # that go with this
         self.graphs = PieceGraphs(enabled=graphs and self.on_cuda, on_use=on_use, recordings=recordings)
         self.one_kernel: PersistentStep | None = None  # for steps of small batches, takes the whole GPU
         self.part: Part | None = None  # of the GPU, where small preparations compute beside the target
@@ -246,6 +251,11 @@ class DraftRunner:
         """Distributions that a row's tokens first..last-1 of the last run were sampled from: float64 [tokens, V]."""
         return self.choice.distributions[first:last, row].clone()
 
+    def let_others(self) -> None:
+        """Between two forward passes that are no steps: other engines have theirs."""
+        if self.turns is not None:
+            self.turns.yield_()
+
     # --- streams, ranks and warm-up -----------------------------------------------------------------------------------
 
     def beside(self, since: Clock | None = None) -> AbstractContextManager[object]:
@@ -328,6 +338,10 @@ class DraftRunner:
     def _launch(self, shape: RunShape, piece: int) -> None:
         """Launches a piece, on all ranks of a split draft model (`follow`)."""
         captured = self._piece(shape, piece)
+        self._joined = self.turns is not None and self.turns.shared
+        if self._joined:
+            captured[1]()
+            return
         shape, piece, _ = captured[0]
         followers = self.model_runner.followers
         key = shape.sequences, shape.reads, shape.width, piece
@@ -449,7 +463,9 @@ class DraftRunner:
     def _forward(self, shape: RunShape, batch: DeviceBatch) -> torch.Tensor:
         """Logits of a forward pass, without tokens that the target does not have."""
         step = None if self.shared and shape.branches else self.one_kernel
-        if step is not None and step.takes(batch):
+        if self._joined and self.turns is not None:
+            logits = self.turns.forward(batch)
+        elif step is not None and step.takes(batch):
             logits = step(batch)
         else:
             logits = self.decoder(_of_first_rank(self.decoder.tp, batch), self.kv)

@@ -1,5 +1,8 @@
 """The protocol between the engine and a drafter's worker: kinds of messages, their payloads and their validation.
 
+A worker is a child process or a draft server. To the latter an engine says HELLO first, which is answered by WELCOME or
+REFUSED; from SETUP on the two are the same.
+
 Decoding checks everything that a worker, or an engine, could get wrong: an invalid message raises WireError. Knows
 nothing of sockets and processes (`ssd.parallel`) or of how drafts are made.
 """
@@ -9,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -19,9 +22,21 @@ import numpy.typing as npt
 from ssd.core import Origin, Proposal, Request, SamplingParams, Sequence
 from ssd.decoding.drafter import Confidence, Prepared
 from ssd.errors import RequestError
-from ssd.parallel.transport import HIGHEST, Reader, WireError, Words, float_bits, packed, words
+from ssd.parallel.transport import (
+    HIGHEST,
+    Reader,
+    WireError,
+    Words,
+    decode_json,
+    encode_json,
+    float_bits,
+    packed,
+    words,
+)
 
 MAX_OUTCOMES = 256  # prepared for a sequence
+PROTOCOL = 1  # version of the messages after HELLO; that of the frame is in `transport.MAGIC`
+MOST_HELLO_WORDS = 512
 
 _CONFIDENCE_STEPS = 18.0  # codes per doubling of 1 + confidence
 # Sampling parameters that a draft depends on, in the order in which they are sent. `logit_bias` follows them.
@@ -35,6 +50,41 @@ class Kind(IntEnum):
     ROUND = 3  # to the worker: sequences to draft for; the duration of the last round
     PROPOSALS = 4  # from the worker: the drafts that a round asks for; computing time in all, and for this round
     PREPARED = 5  # from the worker, at the end of a round: drafts for the round's outcomes; computing time in all
+    HELLO = 6  # to a draft server, before SETUP
+    WELCOME = 7  # its answer: its process id, and the CPU threads that it computes with
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What an engine is and wants of a draft server."""
+
+    token: str  # of the tenant; "": none
+    vocabulary: str  # hash of the tokens and their ids; "": the model has no tokenizer
+    tokenizer: str  # hash of how texts become tokens; "": likewise
+    vocab_size: int  # columns of the target's logits
+    k: int  # most tokens of a draft
+    budget: int  # most branches of a sequence
+    max_sequences: int  # at the same time
+    max_len: int  # tokens of a sequence
+    backup: str  # as `SpeculationConfig.backup`
+    protocol: int = PROTOCOL
+
+    def encode(self) -> Words:
+        return encode_json(asdict(self))
+
+    @classmethod
+    def decode(cls, payload: Words) -> Hello:
+        """Unknown fields, which later versions may have, are left out: what has changed is said by `protocol`."""
+        found = decode_json(payload)
+        known = {each.name: found.get(each.name) for each in fields(cls)}
+        for each in fields(cls):
+            value, is_text = known[each.name], each.type == "str"
+            right = isinstance(value, str) if is_text else type(value) is int and 0 <= value <= HIGHEST
+            if not right:
+                raise WireError(
+                    f"HELLO says {each.name}={value!r}, which must be {'a text' if is_text else 'a number'}"
+                )
+        return cls(**known)  # type: ignore[arg-type]
 
 
 class Draft(NamedTuple):

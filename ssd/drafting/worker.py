@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssd.core import Origin, Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Drafter
-from ssd.drafting.wire import Draft, Entry, Kind, decode_round, encode_prepared, encode_proposals
+from ssd.drafting.wire import Draft, Entry, Kind, RoundMessage, decode_round, encode_prepared, encode_proposals
 from ssd.parallel.process import connect
 from ssd.parallel.transport import READY, Channel, ChannelClosed, Message, WireError, Words
 
@@ -136,12 +136,12 @@ def serve(drafter: WorkerDrafter, channel: Channel) -> None:
     """Replies to rounds until the socket closes; between them the drafter prepares."""
     with suppress(ChannelClosed):
         while True:
-            _serve_round(drafter, channel)
+            message = channel.expect(Kind.ROUND)
+            serve_round(drafter, channel, message, decode_round(message.payload))
 
 
-def _serve_round(worker: WorkerDrafter, channel: Channel) -> None:
-    message = channel.expect(Kind.ROUND)
-    round_ = decode_round(message.payload)
+def serve_round(worker: WorkerDrafter, channel: Channel, message: Message, round_: RoundMessage) -> None:
+    """Replies to a ROUND message, whose payload is `round_`."""
     worker.drafter.budget = round_.budget
     for sequence_id in round_.forgotten:
         worker.forget(sequence_id)

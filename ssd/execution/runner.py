@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Callable
@@ -112,6 +113,13 @@ class ModelRunner:
         self.prefill_graphs: BatchGraphs | None = None
         self.tree_graphs: dict[bool, BatchGraphs] = {}  # of batches whose drafts are trees, by whether they are prefill
         self._last_inputs: OrderedDict[tuple[int, ...], BatchInputs] = OrderedDict()  # on a CPU, by their sizes
+
+    def for_state(self, state: SequenceState, tables: DeviceBlockTables, scratch_slot: int) -> ModelRunner:
+        """The same model and KV for the sequences of another state, with scratch slots of their own."""
+        made = copy.copy(self)
+        made.state, made.tables, made.scratch_slot = state, tables, scratch_slot
+        made._last_inputs = OrderedDict()
+        return made
 
     def plan_graphs(self, *, prefill_only: bool = False) -> None:
         """Graphs of decode-size batches and short prefills, to be captured; `prefill_only`: of single prefills only."""

@@ -6,6 +6,7 @@ seen them. A running sequence has one slot, a row of these tensors.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
@@ -140,6 +141,14 @@ class DeviceBlockTables:
         self.tensor = self.groups[0]  # of the layers that see the whole context, if there are any
         self._known = [0] * (num_slots + 1)  # number of blocks uploaded for each group, by slot
         self.on_write: Callable[[Seq[int], Seq[int]], None] | None = None  # tells the other ranks
+
+    def part(self, first: int, num_slots: int) -> DeviceBlockTables:
+        """The tables of some of the slots, and padding behind them, for the sequences of another state."""
+        made = copy.copy(self)
+        made._all = self._all[:, first : first + num_slots + 1]
+        made.groups = list(made._all)
+        made.tensor, made._known = made.groups[0], [0] * (num_slots + 1)
+        return made
 
     def reset(self, slot: int) -> None:
         """Called when a slot gets another sequence."""

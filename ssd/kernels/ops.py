@@ -26,6 +26,12 @@ class Branches:
 
     depth: int  # tokens of the branch before the query token
     slots_per_branch: int  # consecutive KV slots reserved for each branch
+    depths: torch.Tensor | None = None  # int32 [T]: of each row, in place of `depth`; on a CPU
+
+    @property
+    def memory(self) -> tuple[int, ...]:
+        """What the calls of a forward pass on a CPU depend on."""
+        return self.depth, self.slots_per_branch, 0 if self.depths is None else self.depths.data_ptr()
 
 
 class TreePaths(NamedTuple):
@@ -70,8 +76,9 @@ class DeviceBatch:
         tables, ids = self.block_tables, self.token_ids
         others = (self.positions, self.slot_mapping, self.query_start, self.context_len, self.table_rows)
         tree = () if self.tree is None else (self.tree.paths.data_ptr(), self.tree.decided.data_ptr())
+        branches = () if self.branches is None else self.branches.memory
         return (
-            *(ids.data_ptr(), len(ids), ids.dtype, len(self.table_rows), self.branches, tree),
+            *(ids.data_ptr(), len(ids), ids.dtype, len(self.table_rows), branches, tree),
             *(tables.data_ptr(), tables.shape, tables.stride(0), *(each.data_ptr() for each in others)),
         )
 
@@ -237,7 +244,7 @@ class Ops(Protocol):
         `sinks`: float32 [heads], logits beside those of the keys (not multiplied by the softmax scale) that have no
         value: exp(sink) is added to the softmax's denominator.
 
-        With `branches` of depth s, row r sees its sequence's positions before positions[r] - s through the block table,
+        With `branches`, row r of depth s sees its sequence's positions before positions[r] - s through the block table,
         then its own slots slot_mapping[r] - s .. slot_mapping[r]. The result of a padding row (slot -1) is undefined.
         With a `tree`, the bits of a row are those of the same keys and values in a chain.
         """

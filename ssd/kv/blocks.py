@@ -14,7 +14,7 @@ until it is reused, least recently used first.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -40,6 +40,7 @@ class BlockTable:
     blocks: list[int] = field(default_factory=list)  # of all groups in turn: block i of group g at i * groups + g
     entries: list[Entry] = field(default_factory=list)  # of the full, committed blocks
     num_computed: int = 0  # committed tokens with KV; `BlockPool.commit` comes after each change
+    owner: str = ""  # prefixes are shared among tables of the same one
 
 
 def most_blocks(num_tokens: int, block_size: int, windows: Windows, most_new: int) -> int:
@@ -83,7 +84,7 @@ class BlockPool:
         self._sliding = [(group, window) for group, window in enumerate(windows) if window is not None]
         self._users = [0] * num_blocks
         self._unused: OrderedDict[int, None] = OrderedDict((b, None) for b in range(num_blocks))  # LRU order
-        self._root = Entry()
+        self._roots: defaultdict[str, Entry] = defaultdict(Entry)  # by owner
         self._entry_of: dict[int, tuple[Entry, int]] = {}  # block -> its entry and group, while it is in the cache
 
     @property
@@ -105,7 +106,7 @@ class BlockPool:
 
         At least one token is always left to compute, because its logits are needed.
         """
-        found = self._cached(tokens)
+        found = self._cached(table.owner, tokens)
         table.num_computed = max(0, len(found) * self.block_size - self.recomputed)
         table.entries += found
         table.blocks = [entry.blocks.get(group, NULL) for entry in found for group in range(self._groups)]
@@ -137,7 +138,7 @@ class BlockPool:
         groups = self._groups
         if self.prefix_caching:
             for i in range(len(table.entries), table.num_computed // self.block_size):
-                parent = table.entries[-1] if i else self._root
+                parent = table.entries[-1] if i else self._roots[table.owner]
                 key = self._tokens(tokens, i)
                 entry = parent.children.setdefault(key, Entry(parent, key))
                 for group, block in enumerate(table.blocks[i * groups : (i + 1) * groups]):
@@ -183,9 +184,9 @@ class BlockPool:
         if any(entry.blocks.get(group) != block for block, (entry, group) in self._entry_of.items()):
             raise AssertionError("the prefix cache's two indices disagree")
 
-    def _cached(self, tokens: Seq[int]) -> list[Entry]:
-        """Entries of the longest prefix of which each group has all blocks that the next token sees."""
-        found, entry = list[Entry](), self._root
+    def _cached(self, owner: str, tokens: Seq[int]) -> list[Entry]:
+        """Entries of an owner's longest prefix of which each group has all blocks that the next token sees."""
+        found, entry = list[Entry](), self._roots[owner]
         for i in range((len(tokens) - 1) // self.block_size if self.prefix_caching else 0):
             child = entry.children.get(self._tokens(tokens, i))
             if child is None or not self._whole <= child.blocks.keys():

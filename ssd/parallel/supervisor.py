@@ -1,18 +1,35 @@
-"""Keeps a child process running: notices that it is lost, kills it, and starts another one after a pause."""
+"""Keeps a child process, or a connection to a server: notices that it is lost, and starts another one after a pause."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
-from ssd.parallel.process import Worker
-from ssd.parallel.transport import READY, Channel, Message, WireError
+from ssd.parallel.transport import MOST_REASON_WORDS, READY, REFUSED, Channel, Message, WireError, reason_of
 
 log = logging.getLogger("ssd")
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds before a lost process is replaced; doubles with every loss
 HEALTHY = 60.0  # seconds of service after which the pause is short again
+
+
+class Peer(Protocol):
+    """A child process, or a server, and the channel to it."""
+
+    channel: Channel
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def exited(self) -> bool:
+        """Whether what it computes on is free again."""
+
+    def kill(self) -> None:
+        """Ends it, or the connection to it, without waiting."""
+
+    def close(self) -> None: ...
 
 
 @dataclass
@@ -26,7 +43,8 @@ class _Due:
 
 
 class Supervisor:
-    """Keeps one process running; `start` launches it, at first and after every loss. `name`: for the log.
+    """Keeps one process running; `start` launches it, at first and after every loss. `name`: for the log. Where `start`
+    returns None, it is called again until there is one: a connection takes time.
 
     `on_demand`: it is launched by the first call of `running`, not now.
 
@@ -38,7 +56,7 @@ class Supervisor:
     def __init__(
         self,
         name: str,
-        start: Callable[[], Worker],
+        start: Callable[[], Peer | None],
         *,
         clock: Callable[[], float],
         hang_limit: float,
@@ -50,8 +68,8 @@ class Supervisor:
         self.failures = 0
         self.restarts = 0
         self._name, self._start, self._clock = name, start, clock
-        self._worker: Worker | None = None
-        self._lost: Worker | None = None  # killed, may not have exited yet
+        self._worker: Peer | None = None
+        self._lost: Peer | None = None  # killed, may not have exited yet
         self._due: _Due | None = None
         self._ready_since: float | None = None
         self._restart_at = 0.0
@@ -89,7 +107,6 @@ class Supervisor:
         exited = self._lost is None or self._lost.exited  # which frees its memory and device
         if exited and not self._closed and self._clock() >= self._restart_at:
             self._lost = None
-            self.restarts += self.failures > 0
             self._launch()
         return False
 
@@ -100,9 +117,13 @@ class Supervisor:
 
     def receive(self, limit: int, timeout: float, other: int | None = None) -> Message | None:
         """The message that is due, or one of the kind `other`; None if neither comes in time."""
-        message, due = self.channel.receive(limit, timeout), self._due
+        message, due = self.channel.receive(max(limit, MOST_REASON_WORDS), timeout), self._due
         if message is None:
             self._check_silence()
+        elif message.kind == REFUSED:
+            raise WireError(reason_of(message))
+        elif len(message.payload) > limit:
+            raise WireError(f"a payload of {len(message.payload)} words, where {limit} are possible")
         elif due is not None and (message.kind, message.round) == (due.kind, due.round):
             self._due = None
             if message.kind == READY:
@@ -146,10 +167,15 @@ class Supervisor:
             raise WireError(f"it has been silent for {now - due.since:.1f} s")
 
     def _launch(self) -> None:
+        again = self.failures > 0
         try:
             self._worker = self._start()
         except (WireError, OSError) as error:
+            self.restarts += again
             self.lose(str(error))
             return
+        if self._worker is None:
+            return
+        self.restarts += again
         log.info("%s %s was started", self._name, self.pid)
         self._expect(READY, 0)

@@ -16,6 +16,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,8 @@ HEADER_WORDS = 6
 MAX_WORDS = 1 << 26  # longest payload: half a gigabyte
 LOWEST, HIGHEST = -(1 << 63), (1 << 63) - 1
 SETUP, READY = 1, 2  # kinds in every protocol: the configuration of a process, and its answer; others begin at 3
+REFUSED = 0  # likewise, the last message of an end: why it closes the connection
+MOST_REASON_WORDS = 512
 
 _BYTES = 8  # per word
 _CHUNK = 1 << 20  # bytes of one read
@@ -79,6 +82,15 @@ def decode_json(payload: Words) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise WireError("the payload is not a JSON object")
     return value
+
+
+def refusal(reason: str) -> Message:
+    return Message(REFUSED, payload=encode_json({"reason": reason[: MOST_REASON_WORDS * 4]}))
+
+
+def reason_of(message: Message) -> str:
+    """Why the other end closes the connection, by its last message."""
+    return f"it says: {decode_json(message.payload).get('reason')}"
 
 
 def _padded(data: bytes) -> Words:
@@ -189,10 +201,12 @@ class Channel:
         self.sent.num_messages += 1
         self._write()
 
-    def flush(self) -> None:
-        """Waits until everything has been sent."""
+    def flush(self, timeout: float = math.inf) -> None:
+        """Waits until everything has been sent; WireError if the other end does not take it in `timeout` seconds."""
+        deadline = time.monotonic() + timeout
         while self._unsent:
-            self._poll(select.POLLOUT, math.inf)
+            if not self._poll(select.POLLOUT, max(0.0, deadline - time.monotonic())):
+                raise WireError(f"it does not read its messages for {timeout:g} s")
             self._write()
 
     def send(self, message: Message) -> None:
@@ -220,6 +234,11 @@ class Channel:
         if message is None or message.kind != kind:
             raise WireError(f"a message of kind {kind!r} was due")
         return message
+
+    def end(self) -> None:
+        """Receives no more: what waits for a message in another thread gets ChannelClosed."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
 
     def close(self) -> None:
         self._socket.close()

@@ -7,6 +7,8 @@ Loads `tokenizer.json` directly and renders chat templates the way Hugging Face 
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from datetime import date
@@ -86,6 +88,16 @@ class Tokenizer:
         mine, theirs = (t._backend.get_vocab(with_added_tokens=True) for t in (self, other))  # type: ignore[union-attr]
         wrong = next((token for token, i in theirs.items() if i < len(mine) and mine.get(token) != i), None)
         return None if wrong is None else f"{wrong!r} is token {theirs[wrong]} there, {mine.get(wrong)} here"
+
+    @functools.cached_property
+    def hashes(self) -> tuple[str, str]:
+        """Of the tokens and their ids without added ones, and of how texts become tokens; "" without a tokenizer."""
+        if self._backend is None:
+            return "", ""
+        rules = json.loads(self._backend.to_str())
+        vocabulary = sorted(self._backend.get_vocab(with_added_tokens=False).items(), key=lambda pair: pair[1])
+        others = [rules.get(name) for name in ("normalizer", "pre_tokenizer", "added_tokens")]
+        return _hash(vocabulary), _hash(others)
 
     @property
     def chat_template_names(self) -> list[str]:
@@ -219,6 +231,10 @@ class Tokenizer:
             "messages: the checkpoint has no chat template (a base model, perhaps): send a plain prompt, or put a "
             "chat_template.jinja into the model's directory"
         )
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def check_messages(messages: object) -> None:

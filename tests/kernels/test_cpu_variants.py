@@ -157,6 +157,26 @@ def test_attention_of_every_variant(other: Kernels, heads: int, kv_heads: int, d
             assert (whole[row] - expected).norm() < 1e-2 * expected.norm(), (row, branches)
 
 
+def test_branches_of_several_depths_have_the_bits_of_those_of_one(other: Kernels) -> None:
+    """As in a joined pass of several draft runs. Catches a row that sees what another one's depth says."""
+    torch.manual_seed(0)
+    heads, kv_heads, d, block_size, length = 6, 2, 64, 16, 70
+    k, v = (torch.randn(20, block_size, kv_heads, d).bfloat16() for _ in range(2))
+    blocks, q = torch.arange(5, dtype=torch.int32)[None], torch.randn(20, heads, d).bfloat16()
+
+    def attend(depths: torch.Tensor, given: int | torch.Tensor) -> torch.Tensor:
+        slots = 5 * block_size + 8 * torch.arange(20, dtype=torch.int32) + depths
+        start, row = torch.tensor([0, 20], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        places = start, torch.zeros(1, dtype=torch.int32), blocks, row
+        return other.paged_attention(q, k, v, *places, d**-0.5, (length + depths, slots.int(), given))
+
+    several = torch.arange(20, dtype=torch.int32) * 3 % 8
+    found = attend(several, several)
+    for depth in range(8):
+        own = several == depth
+        assert same_bits(found[own], attend(torch.full_like(several, depth), depth)[own]), depth
+
+
 @pytest.mark.parametrize(("decided", "window"), mostly_slow([(2, 0), (64, 0), (127, 70), (300, 0)], fast={(127, 70)}))
 def test_nodes_of_trees_have_the_bits_of_chains(other: Kernels, decided: int, window: int) -> None:
     torch.manual_seed(0)

@@ -17,16 +17,17 @@ import typer.main
 import yaml
 
 from ssd.cli.main import app
+from ssd.draft_server.server import _DRAIN_SECONDS
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 ARGS = "--draft tiny-llama-draft --mode ssd"
 
 
-def check_serve_command(command: list[str]) -> dict[str, str]:
-    """Every option of an `ssd serve` exists; returns their values."""
+def check_serve_command(command: list[str], name: str = "serve") -> dict[str, str]:
+    """Every option of an `ssd serve`, or another command, exists; returns their values."""
     assert Path(command[0]).name == "ssd"
-    assert command[1] == "serve"
-    parameters = typer.main.get_command(app).commands["serve"].params  # type: ignore[attr-defined]
+    assert command[1] == name
+    parameters = typer.main.get_command(app).commands[name].params  # type: ignore[attr-defined]
     known = {option for parameter in parameters for option in parameter.opts}
     given = {command[i]: command[i + 1] for i, word in enumerate(command) if word.startswith("--")}
     assert given
@@ -65,14 +66,25 @@ def expanded(command: str, environment: dict[str, str]) -> list[str]:
     return words
 
 
+def test_the_unit_of_a_draft_server() -> None:
+    parser = configparser.ConfigParser(interpolation=None)
+    parser.read(DEPLOY / "ssd-draft.service")
+    service = parser["Service"]
+    command = expanded(service["ExecStart"], {"SSD_DRAFT": "tiny-llama-draft", "SSD_ARGS": "--http-port 8101"})
+    given = check_serve_command(command, "draft-server")
+    assert given["--listen"] == f"unix:/run/{service['RuntimeDirectory']}/socket"
+    assert int(service["TimeoutStopSec"]) > _DRAIN_SECONDS, "a drain is not cut off"
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
-def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["ssd.service", "ssd-draft.service"])
+def test_systemd_accepts_the_unit(tmp_path: Path, name: str) -> None:
     """Catches a misspelled setting. The programs that it starts are not on this machine."""
-    text = re.sub(r"(?<==)/opt/ssd/bin/ssd|(?<==)/usr/bin/curl", sys.executable, (DEPLOY / "ssd.service").read_text())
-    file = tmp_path / "ssd.service"
+    text = re.sub(r"(?<==)/opt/ssd/bin/ssd|(?<==)/usr/bin/curl", sys.executable, (DEPLOY / name).read_text())
+    file = tmp_path / name
     file.write_text(text)
     done = subprocess.run(["systemd-analyze", "verify", str(file)], capture_output=True, text=True, check=False)
-    assert (done.returncode, [line for line in done.stderr.splitlines() if "ssd.service" in line]) == (0, [])
+    assert (done.returncode, [line for line in done.stderr.splitlines() if name in line]) == (0, [])
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +150,7 @@ def test_the_compose_file_runs_the_image_on_a_cpu(dockerfile: list[tuple[str, st
 
 
 def test_files_that_were_never_run_say_so() -> None:
-    for name in ("Dockerfile", "compose.yaml", "ssd.service"):
+    for name in ("Dockerfile", "compose.yaml", "ssd.service", "ssd-draft.service"):
         assert "Untested:" in (DEPLOY / name).read_text().split("\n\n")[0], name
 
 

@@ -24,7 +24,7 @@ LAYERS = [  # of packages, the lowest first
     {"decoding"},
     {"drafting", "engine"},
     {"assembly"},
-    {"llm", "worker"},
+    {"llm", "worker", "draft_server"},
     {"bench", "server", "__init__"},
     {"cli"},
     {"__main__"},

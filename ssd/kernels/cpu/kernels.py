@@ -277,7 +277,7 @@ class Kernels:
         block_tables: Tensor,
         table_rows: Tensor,
         scale: float,
-        branches: tuple[Tensor, Tensor, int] | None = None,
+        branches: tuple[Tensor, Tensor, int | Tensor] | None = None,
         first: int = 0,
         window: int = 0,
         scales: KVScales = UNSCALED,
@@ -293,10 +293,10 @@ class Kernels:
         of `q` must be contiguous.
 
         `branches`: positions and slots (int32 [T]; slot < 0: padding) of queries that are the newest tokens of
-        branches, and how many tokens each branch has before it. A query sees its sequence up to the branch, then the
-        branch; `context_len` is not used. `tree`: positions and slots of all queries, and the paths of those that are
-        nodes of trees. `first`: positions of a sequence before it are not seen. `window`: positions
-        that a query sees, its own included; 0: all. `sinks`: see `Ops.attention`.
+        branches, and how many tokens each branch has before it (int32 [T] where they differ). A query sees its
+        sequence up to the branch, then the branch; `context_len` is not used. `tree`: positions and slots of all
+        queries, and the paths of those that are nodes of trees. `first`: positions of a sequence before it are not
+        seen. `window`: positions that a query sees, its own included; 0: all. `sinks`: see `Ops.attention`.
         """
         if sinks is not None and (sinks.dtype is not torch.float32 or sinks.shape != q.shape[1:2]):
             raise TypeError(f"sinks are {sinks.dtype} {tuple(sinks.shape)}, not a float32 for each head")
@@ -325,7 +325,8 @@ class Kernels:
             sinks=address(sinks),
             positions=address(positions),
             slots=address(slots),
-            depth=depth,
+            depth=depth if isinstance(depth, int) else 0,
+            depths=address(None if isinstance(depth, int) else depth),
             paths=address(paths),
             decided=address(decided),
             path_columns=0 if paths is None else paths.shape[1],

@@ -8,7 +8,8 @@
  * With a window, chunks before it are skipped.  In latent attention, whose one KV head has many query heads, a task has a part of
  * these.
  * With `slots`, every row is the newest token of a branch: it sees the positions that its sequence's branches share, then `depth`
- * + 1 slots of its own, the last of them slots[row] (-1: padding, sees nothing), in chunks counted from the first.
+ * + 1 slots of its own, the last of them slots[row] (-1: padding, sees nothing), in chunks counted from the first.  Rows of several
+ * runs have a depth each; a token that is read is a branch of depth 0, whose slot is in its sequence's block.
  * With `paths`, rows may be nodes of trees: position p from decided[row] on is in slots[paths[row][p - decided[row]]].  Chunks
  * with such positions are loaded row by row; all are where they would be in a chain. */
 #define CH 64        /* absolute positions of a chunk */
@@ -53,6 +54,7 @@ struct softmax { /* of the queries of a task */
 };
 
 INLINE int is_branch(const struct attention_args *a) { return a->slots && !a->paths; }
+INLINE long depth_of(const struct attention_args *a, long row) { return a->depths ? a->depths[row] : a->depth; }
 
 /* where a row's position is that is not decided */
 INLINE long path_slot(const struct attention_args *a, long row, long position) {
@@ -215,7 +217,7 @@ static void attend_chunk(const struct softmax *s, long q0, long q1, long dp, lon
 static long shared_positions(const struct attention_args *a, long seq, long row) {
     if (a->paths) return a->positions[row] + 1;
     if (!a->slots) return a->context_len[seq] - (a->query_start[seq + 1] - row) + 1;
-    return a->slots[row] < 0 ? 0 : a->positions[row] - a->depth;
+    return a->slots[row] < 0 ? 0 : a->positions[row] - depth_of(a, row);
 }
 
 /* the first position that a row sees; LONG_MAX for padding */
@@ -229,7 +231,8 @@ static long first_seen(const struct attention_args *a, long seq, long row) {
 /* how many slots of its branch a row sees */
 static long own_slots(const struct attention_args *a, long row) {
     if (!is_branch(a) || a->slots[row] < 0) return 0;
-    return a->window ? min_l(a->depth + 1, a->window) : a->depth + 1;
+    const long own = depth_of(a, row) + 1;
+    return a->window ? min_l(own, a->window) : own;
 }
 
 /* Rows [row, row + rows) of sequence seq, query heads of kv_head. */

@@ -87,7 +87,7 @@ static void find_chunk(const struct amx *m, long number, struct amx_chunk *c) {
     long begin = own / per_row * beside, end = min_l(t->rows, begin + beside), start = own % per_row * CH;
     for (long r = 0; r < t->rows; r++) c->from[r] = c->stop[r] = 0;
     for (long r = begin; r < end; r++) {
-        long n = min_l(CH, own_slots(a, t->row + r) - start), slot = a->slots[t->row + r] - t->own + 1 + start;
+        long n = min_l(CH, own_slots(a, t->row + r) - start), slot = a->slots[t->row + r] - own_slots(a, t->row + r) + 1 + start;
         c->from[r] = (int)((r - begin) * t->place), c->stop[r] = c->from[r] + (int)n;
         for (long i = 0; i < n; i++) c->at[c->from[r] + i] = (slot + i) * a->kv_heads + t->kv_head;
     }

@@ -77,7 +77,8 @@ static int attention_fits(const struct attention_args *a, long seq) {
                 return 0;
         first = min_l(first, first_seen(a, seq, row));
         end = max_l(end, min_l(next, decided));
-        if (own_slots(a, row) && (a->slots[row] < a->depth || a->slots[row] >= a->cache_blocks * a->block_size)) return 0;
+        const long slot = a->slots ? a->slots[row] : 0, depth = depth_of(a, row);
+        if (own_slots(a, row) && (depth < 0 || slot < depth || slot >= a->cache_blocks * a->block_size)) return 0;
     }
     if (end <= first) return 1;
     if (outside(a->table_rows[seq], a->tables) || ceil_div(end, a->block_size) > a->columns) return 0;

@@ -151,6 +151,7 @@ struct paged_attention { /* see attention.h */
     const float *sinks; /* of the heads: scores that have no value; NULL: none */
     const int32_t *positions, *slots; /* NULL: neither branches nor trees */
     long depth;                       /* of branches */
+    const int32_t *depths;            /* of each row's branch, in place of `depth`; NULL: that */
     const int32_t *paths, *decided;   /* of trees: [tokens][path_columns], [tokens]; NULL: no trees */
     long path_columns;
     long first;  /* positions before it are not seen */

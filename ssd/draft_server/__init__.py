@@ -1,0 +1,1 @@
+"""`ssd draft-server`: drafts for several engines from one process."""
