@@ -129,7 +129,7 @@ def test_every_option_is_described(config: type) -> None:
         ("chat", EngineConfig, {"model", "max_num_seqs"}),
         ("chat", SpeculationConfig, set()),
         ("bench", EngineConfig, {"model", "max_num_seqs", "speculation"}),
-        ("bench", SpeculationConfig, {"mode"}),
+        ("bench", SpeculationConfig, {"mode", "tree"}),
     ],
 )
 def test_every_field_is_a_flag_of_the_commands(name: str, config: type, others: set[str]) -> None:
