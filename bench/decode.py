@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from random_weights import RandomCheckpoint
+from random_weights import DISTINCT, RandomCheckpoint
 
 from ssd.assembly.build import build_engine
 from ssd.assembly.open import open_checkpoint
@@ -130,7 +130,8 @@ def bench_gpu(shape: str, args: argparse.Namespace) -> list[Row]:
     device = torch.device(args.device)
     speed = bandwidth(device)
     start = time.perf_counter()
-    checkpoint = open_checkpoint(args.model) if args.model else RandomCheckpoint(shape_of(shape))
+    plain = RandomCheckpoint(shape_of(shape), embedding=DISTINCT)
+    checkpoint = open_checkpoint(args.model) if args.model else plain
     longest = min(max(4096, args.prompt_len + args.new_tokens), checkpoint.config.max_position)
     config = EngineConfig(
         args.model or shape,

@@ -3,11 +3,14 @@
     python bench/experts.py --rows 1 8                                           # the CPU, Qwen3-30B-A3B's experts
     python bench/experts.py --device cuda --format dense fp8 --rows 1 5 8 64     # one GPU, bfloat16
     python bench/experts.py --device cuda --layer gpt-oss-20b --format mxfp4
+    python bench/experts.py --device cuda --layer kimi-k2.5 --format int4_group --rows 1 8 64
+    python bench/experts.py --device cuda --layer deepseek-v3 --format fp8_block --rows 1 8 64
     python bench/experts.py --model graft:tiny-llama@gpt-oss-20b                 # how a graft's router spreads tokens
 
 The rows choose their experts at random, other ones each time. `layer` is routing, both products and the weighted sum,
-without the router's own product; `hit` the number of experts, `floor` the bytes of their weights over the memory's
-bandwidth as a part of the time. On a GPU all is in one CUDA graph: launches do not count.
+without the router's own product and shared experts; `hit` the number of experts, `floor` the bytes of their prepared
+weights over the memory's bandwidth as a part of the time. On a GPU all is in one CUDA graph: launches do not count.
+int4_group (groups of 32) and fp8_block (128 x 128, rows rounded) are as published; fp8, int8 and int4 round floats.
 
 With --model: what share of the tokens of the prompt sets each expert of some layers has (1: as many as the others), and
 how many experts are hit by tokens that follow each other in a prompt (`one text`: a verification), or by the same place
@@ -21,33 +24,39 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, get_args
 
 import torch
-from linear import seconds
+from linear import seconds, stored_bytes
 
 from ssd.assembly.open import open_checkpoint
 from ssd.bench.floor import bandwidth
 from ssd.bench.record import HELP, Rows, record
 from ssd.grafts.expert_graft import CODE, add_codes
 from ssd.grafts.graft import GraftCheckpoint, held_mlp, seeded
+from ssd.grafts.shapes import SHAPES
 from ssd.kernels.codes import Format
 from ssd.kernels.device import kernels
 from ssd.kernels.ops import Ops
-from ssd.kernels.weights import GLU, SWIGLU, Routing, Weight
+from ssd.kernels.weights import Routing, Weight
 from ssd.layers.formats import DENSE, Use, WeightFormat
-from ssd.layers.formats.mxfp4 import GROUP, MXFP4
+from ssd.layers.formats.coded import Activations
+from ssd.layers.formats.compressed_tensors import PackedRows
+from ssd.layers.formats.fp8 import Unpacked
+from ssd.layers.formats.mxfp4 import MXFP4
 from ssd.layers.formats.rounded import Rounded
 from ssd.layers.spec import ExpertsSpec
+from ssd.models.config import DecoderConfig
 from ssd.prompts import OWN_SETS, load_prompts
 
 _ROUTINGS: Final = 16  # timed one after the other
-_GPT_OSS: Final = GLU(1.702, 7.0, 1.0)
-LAYERS: Final = {  # experts, those of a token, width of the stream, of an expert
-    "qwen3-30b-a3b": (128, 8, 2048, 768, SWIGLU),
-    "mixtral-8x7b": (8, 2, 4096, 14336, SWIGLU),
-    "gpt-oss-20b": (32, 4, 2880, 2880, _GPT_OSS),
-    "gpt-oss-120b": (128, 4, 2880, 2880, _GPT_OSS),
+LAYERS: Final = sorted(name for name, shape in SHAPES.items() if isinstance(shape.layers[-1].mlp, ExpertsSpec))
+FORMATS: Final[dict[str, WeightFormat]] = {
+    "dense": DENSE,
+    "mxfp4": MXFP4(),
+    "int4_group": PackedRows("int4", 32, frozenset({"weight_packed", "weight_scale"})),
+    "fp8_block": Unpacked("fp8", 128, 128, activations=Activations(group=128)),
+    **{name: Rounded(name, exact=True) for name in get_args(Format)},
 }
 
 
@@ -55,31 +64,39 @@ class Layer:
     """Random experts in a format."""
 
     def __init__(self, name: str, form: str, device: torch.device) -> None:
-        self.count, self.chosen, self.hidden, self.inner, self.glu = LAYERS[name]
+        shape = SHAPES[name]
+        self.spec, self.hidden = experts_of(shape), shape.hidden_size
         self.ops: Ops = kernels(device).ops()
         self.device, self.dtype = device, torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.format: WeightFormat = {"dense": DENSE, "mxfp4": MXFP4()}.get(form) or Rounded(
-            cast(Format, form), exact=True
-        )
-        self.gate_up, self.down = self._weight(2 * self.inner, self.hidden, True), self._weight(self.hidden, self.inner)
-        sizes = ((2 * self.inner, self.hidden), (self.hidden, self.inner))
-        self.num_bytes = [self.format.num_bytes(*size, self.dtype, Use()) for size in sizes]  # of one expert
+        self.format, inner = FORMATS[form], self.spec.intermediate_size
+        self.gate_up, self.down = self._weight(2 * inner, self.hidden, True), self._weight(self.hidden, inner)
+        self.correction = torch.zeros(self.spec.num_experts, device=device)
+        self.num_bytes = [stored_bytes(each) / self.spec.num_experts for each in (self.gate_up, self.down)]
 
     def _weight(self, rows: int, depth: int, gated: bool = False) -> Weight:
-        rows, use = rows * self.count, Use(gated=gated, experts=self.count)
-        if isinstance(self.format, MXFP4):
-            numbers = functools.partial(torch.randint, dtype=torch.uint8, device=self.device)
-            stored = {"weight_packed": numbers(0, 256, (rows, depth // 2))}
-            stored["weight_scale"] = numbers(110, 120, (rows, depth // GROUP))
-        else:
-            stored = {"weight": torch.randn(rows, depth, device=self.device, dtype=self.dtype)}
+        rows, use = rows * self.spec.num_experts, Use(gated=gated, experts=self.spec.num_experts)
+        stored = {name: self._numbers(name, size) for name, size in self.format.shapes(rows, depth).items()}
         return self.format.prepare([stored], self.ops, self.dtype, use)
 
+    def _numbers(self, name: str, size: tuple[int, ...]) -> torch.Tensor:
+        integers = functools.partial(torch.randint, size=size, device=self.device)
+        if isinstance(self.format, MXFP4):
+            return integers(110, 120, dtype=torch.uint8) if "scale" in name else integers(0, 256, dtype=torch.uint8)
+        if name == "weight_packed":
+            return integers(-(1 << 31), 1 << 31, dtype=torch.int32)
+        if name == "weight_scale":
+            scales = torch.rand(size, device=self.device) / 100
+            return scales.bfloat16() if isinstance(self.format, PackedRows) else scales
+        if isinstance(self.format, Unpacked):
+            return integers(0, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        return torch.randn(size, device=self.device, dtype=self.dtype)
+
     def route(self, logits: torch.Tensor) -> Routing:
-        return self.ops.route(logits, self.chosen, chosen=True)
+        correction = self.correction if self.spec.rule.sigmoid else None
+        return self.ops.route(logits, self.spec.experts_per_token, self.spec.rule, correction)
 
     def first(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        return self.gate_up.expert_linear(x, routing, glu=self.glu)
+        return self.gate_up.expert_linear(x, routing, glu=self.spec.glu)
 
     def last(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         return self.down.expert_linear(x, routing)
@@ -97,11 +114,12 @@ def bench(name: str, form: str, row_counts: list[int], device: torch.device) -> 
     found: Rows = {}
     for rows in row_counts:
         x = torch.randn(rows, layer.hidden, device=device, dtype=layer.dtype)
-        logits = torch.randn(_ROUTINGS, rows, layer.count, device=device).unbind()
+        logits = torch.randn(_ROUTINGS, rows, layer.spec.num_experts, device=device).unbind()
         routed = [layer.route(each) for each in logits]
         for each in routed:
             layer.first(x, each)  # pairs are in order, if its kernel wants them so
-        inner = torch.randn(rows * layer.chosen, layer.inner, device=device, dtype=layer.dtype)
+        pairs, width = rows * layer.spec.experts_per_token, layer.spec.intermediate_size
+        inner = torch.randn(pairs, width, device=device, dtype=layer.dtype)
         hit = sum(len(each.experts.unique()) for each in routed) / _ROUTINGS
         parts: dict[str, tuple[Callable[[Any], object], Any, int]] = {
             "layer": (functools.partial(layer, x), logits, sum(layer.num_bytes)),
@@ -115,6 +133,13 @@ def bench(name: str, form: str, row_counts: list[int], device: torch.device) -> 
             shares = {"experts hit": round(hit, 1), "of the floor": round(hit * size / took / speed, 2)}
             found[f"{form}, {part}, rows {rows}"] = {"us": round(1e6 * took, 1), **shares}
     return found
+
+
+def experts_of(shape: DecoderConfig) -> ExpertsSpec:
+    """Of its last layer: the first ones of some models have none."""
+    spec = shape.layers[-1].mlp
+    assert isinstance(spec, ExpertsSpec)
+    return spec
 
 
 def graft_routing(
@@ -176,8 +201,8 @@ def _for_each(work: Callable[[Any], object], inputs: Any) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--layer", choices=sorted(LAYERS), default="qwen3-30b-a3b")
-    parser.add_argument("--format", choices=["dense", "fp8", "int8", "int4", "mxfp4"], nargs="+", default=["dense"])
+    parser.add_argument("--layer", choices=LAYERS, default="qwen3-30b-a3b")
+    parser.add_argument("--format", choices=sorted(FORMATS), nargs="+", default=["dense"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 5, 8, 64])
     parser.add_argument("--model", help="a graft, whose router is looked at instead")
     parser.add_argument("--json", type=Path, help=HELP)

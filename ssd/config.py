@@ -22,6 +22,10 @@ K_MAX = 8  # largest k of k="auto", unless k_max says otherwise
 BUDGETS = (8, 16, 32)  # choices of budget="auto"
 MOST_BRANCHES = 64  # of budget="auto" for a draft in a process of its own beside a GPU
 MAX_FAN_OUT = 16  # branches per draft position
+TREE_MAX = 32  # nodes of the largest tree of tree="auto"
+# Rows of a batch with trees of tree="auto": with more the target is not bound by reading its weights. Also those of
+# the largest graph of a batch with trees.
+MOST_TREE_ROWS = 512
 _OF_SSD = {
     *("fan_out", "fan_out_hit", "fan_out_miss", "budget", "backup", "placement"),
     *("draft_device", "draft_replicas", "draft_threads", "draft_url", "draft_token"),
@@ -85,17 +89,18 @@ class SpeculationConfig:
         least=1,
         most=64,
     )
-    tree: int | None = option(
+    tree: int | Literal["auto"] | None = option(
         None,
-        "sd with a head or a block draft: nodes of the draft tree of a sequence, whose paths have up to k "
-        "tokens. None: a chain of k tokens. On a CPU only.",
+        "sd with a learned draft: nodes of the draft tree of a sequence, whose paths have up to k tokens. None: a "
+        f"chain of k tokens. auto: a tree of up to {TREE_MAX} nodes, a chain or plain decoding, chosen by measured "
+        "speed for each batch size.",
         least=2,
         most=64,
     )
     suffix: bool = option(
         False,
-        "sd: suffix look-up beside the draft model or head. For each sequence the draft is verified that is expected "
-        "to have more tokens accepted.",
+        "sd, auto: suffix look-up beside the draft model or head. For each sequence the draft is verified that is "
+        "expected to have more tokens accepted. auto: the fastest of no drafts, look-up alone, and both.",
     )
     suffix_cache_tokens: int = option(
         0,
@@ -220,11 +225,11 @@ class SpeculationConfig:
         if self.draft == "ngram":
             raise ConfigError(f'speculation draft="ngram": n-gram look-up is replaced by draft={SUFFIX!r}')
         modelless = self.draft is not None and self.draft_model is None
-        plain = self.mode == "sd" or (self.mode == "auto" and modelless)
+        plain = self.mode == "sd" or (self.mode == "auto" and (modelless or self.suffix))
         if plain and (ahead := self.options_of_ssd):
             which, other = f'mode="{self.mode}"', ', or use mode="ssd"'
-            if modelless:
-                which, other = f"draft={self.draft!r}", ""
+            if modelless or (self.suffix and self.mode == "auto"):
+                which, other = f"draft={self.draft!r}" if modelless else "suffix=True", ""
             raise ConfigError(f"speculation {which} has no option {', '.join(ahead)}: leave it out{other}")
         if self.mode == "ssd" and modelless:
             raise ConfigError(
@@ -234,9 +239,9 @@ class SpeculationConfig:
             raise ConfigError(
                 f"speculation draft_quantization is for draft models, not for {self.draft!r}: leave it out"
             )
-        if self.suffix and (self.mode != "sd" or modelless):
+        if self.suffix and (self.mode not in ("sd", "auto") or modelless):
             raise ConfigError(
-                f"speculation suffix is look-up beside a draft model or head: use mode='sd' and name one, or "
+                f"speculation suffix is look-up beside a draft model or head: use mode='sd' or 'auto' and name one, or "
                 f"draft={SUFFIX!r} for look-up alone"
             )
         if self.suffix_cache_tokens and not (self.suffix or self.draft == SUFFIX):
@@ -299,10 +304,10 @@ class SpeculationConfig:
                 f'speculation tree={self.tree} needs acceptance="coupled", by which a tree has one text: leave it out, '
                 "or use that rule"
             )
-        if self.k == "auto" or (self.k is not None and self.tree < self.k):
+        if self.k == "auto" or (self.k is not None and self.nodes < self.k):
             raise ConfigError(
-                f"speculation tree={self.tree}: k={self.k!r} must be a number of at most that, the longest path of the "
-                "tree"
+                f"speculation tree={self.tree}: k={self.k!r} must be a number of at most {self.nodes}, that of the "
+                "longest path"
             )
         if self.draft == SUFFIX or self.suffix:
             raise ConfigError(f"speculation tree={self.tree}: suffix look-up proposes chains; leave one of them out")
@@ -330,9 +335,22 @@ class SpeculationConfig:
         return self.k_max or K_MAX if self.k == "auto" else self.k or usual
 
     @property
+    def nodes(self) -> int:
+        """Nodes of the largest draft tree; 0: drafts are chains."""
+        return max(TREE_MAX, self.lookahead) if self.tree == "auto" else self.tree or 0
+
+    @property
     def draft_tokens(self) -> int:
-        """Maximum number of draft tokens that a round verifies: those of a chain, or the nodes of a tree."""
-        return self.lookahead if self.tree is None else self.tree
+        """Maximum number of draft tokens of a sequence that a round verifies."""
+        chain = max(self.lookahead, K_SUFFIX) if self.suffix and self.mode == "auto" else self.lookahead
+        return self.nodes or chain
+
+    def most_rows(self, sequences: int) -> int:
+        """Maximum number of query tokens of a round in which so many sequences decode."""
+        rows = sequences * (1 + self.draft_tokens)
+        if self.tree == "auto":
+            return max(min(rows, MOST_TREE_ROWS), sequences * (1 + self.lookahead))
+        return rows
 
     @property
     def budgets(self) -> tuple[int, ...]:

@@ -388,7 +388,7 @@ class Proposal:
     `distributions` [tokens, vocabulary] are those that the tokens were sampled from; the rejection rule needs them.
     None: the tokens were not sampled (suffix look-up), or the rule is the coupled one.
     `parents`: the tokens are nodes of a tree, each behind the node of this index (-1: the last decided token), which
-    comes before it. None: a chain, each token behind the one before it; or the tree of a draft on the device.
+    comes before it; () where they are on the device, too. None: a chain, each token behind the one before it.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -409,6 +409,7 @@ class Outcome(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if requested
     draft: tuple[int, ...] = ()  # the draft that was verified; of a tree first the accepted nodes, then the others
     origin: Origin = Origin.NONE  # where the draft came from
+    nodes: tuple[int, ...] = ()  # of a tree: the numbers of the accepted nodes
 
     @property
     def num_accepted(self) -> int:

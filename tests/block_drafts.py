@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,25 +38,38 @@ class Block:
     second: bool = False  # DFlash 2
     softcap: float = 0.0
     num_layers: int = 2
+    windows: tuple[int | None, ...] = (None, None)  # of the layers
+    causal: tuple[bool, ...] = (False, False)
+    block_size: int = 6
 
     def draft(
-        self, tokens: Seq[int], count: int, allowed: Seq[int] | None = None, forced: Seq[int] = ()
+        self,
+        tokens: Seq[int],
+        count: int,
+        allowed: Seq[int] | None = None,
+        forced: Seq[int] = (),
+        chances: list[float] | None = None,
     ) -> tuple[list[int], list[torch.Tensor]]:
         """The greedy draft after some tokens, and the logits (of the target's vocabulary) of each of its tokens.
 
-        `allowed`: the only tokens that may be written. `forced`: the first ones, whatever the draft says.
+        `allowed`: the only tokens that may be written. `forced`: the first ones, whatever the draft says. `chances`
+        gets what a confidence head says of each.
         """
         w, queries = self.weights, count + (not self.anchored)
         context = _norm(F.linear(self._features(tokens[:-1]), w["fc.weight"]), w["hidden_norm.weight"])
         embedding = self.target.get_input_embeddings().weight.detach()
         x = embedding[[tokens[-1], *[self.mask] * (queries - 1)]]
         for i in range(self.num_layers):
-            x = self._layer(f"layers.{i}.", x, context)
+            x = self._layer(i, x, context)
         states = _norm(x, w["norm.weight"])[queries - count :]
         head = w.get("lm_head.weight", self.target.get_output_embeddings().weight.detach())
         written, found, before = [], [], tokens[-1]
         state = torch.zeros(w["markov_head.markov_w1.weight"].shape[1] if self.markov else 0)
         for h in states:
+            if chances is not None:
+                e = w["markov_head.markov_w1.weight"][before]
+                score = F.linear(torch.cat((h, e)), w["confidence_head.proj.weight"], w["confidence_head.proj.bias"])
+                chances.append(float(score.sigmoid()))
             logits = F.linear(h, head)
             if self.second:
                 logits = self._selected(self.softcap * (logits / self.softcap).tanh(), before, h)
@@ -110,9 +123,16 @@ class Block:
             out = self.target(torch.tensor([list(tokens)]), output_hidden_states=True)
         return torch.cat([out.hidden_states[n][0] for n in self.layers], dim=1)
 
-    def _layer(self, p: str, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+    def _seen(self, layer: int, begin: int, queries: int) -> torch.Tensor:
+        """Which positions each query sees. A window ends at the query, or is that of a whole block and before it."""
+        query, key, window = torch.arange(begin, begin + queries)[:, None], torch.arange(begin + queries), 1 << 20
+        if self.causal[layer]:
+            return (key <= query) & (key > query - (self.windows[layer] or window))
+        return (key >= begin + queries - self.block_size - (self.windows[layer] or window)).expand(queries, -1)
+
+    def _layer(self, i: int, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         """Queries of the block; keys and values of the context, which no norm precedes, and of the block."""
-        w, begin = self.weights, len(context)
+        w, begin, p = self.weights, len(context), f"layers.{i}."
         before = _norm(x, w[p + "input_layernorm.weight"])
         normed = self._convolved(p + "attention_conv", before, before, 0)
         q = F.linear(normed, w[p + "self_attn.q_proj.weight"])
@@ -121,7 +141,8 @@ class Block:
         q = _rotate(_norm(q, w[p + "self_attn.q_norm.weight"]), begin)
         k = _rotate(_norm(k, w[p + "self_attn.k_norm.weight"]), 0)
         k, v = (part.repeat_interleave(HEADS // KV_HEADS, dim=0) for part in (k, v))
-        seen = F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
+        mask = self._seen(i, begin, len(x))
+        seen = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask)[0]
         out = F.linear(seen.transpose(0, 1).flatten(1), w[p + "self_attn.o_proj.weight"])
         x = x + self._convolved(p + "attention_conv", out, before, 1)
         before = _norm(x, w[p + "post_attention_layernorm.weight"])
@@ -133,9 +154,9 @@ class Block:
 
 def first_draft(
     model: str, draft: str, tokens: Seq[int], count: int, patch: pytest.MonkeyPatch
-) -> tuple[list[int], list[torch.Tensor]]:
+) -> tuple[list[int], list[torch.Tensor], list[float]]:
     """The greedy draft that the engine writes after some tokens, which one forward pass of the target has read, and the
-    logits of each of its tokens."""
+    logits and the confidence of each of its tokens."""
     seen: list[torch.Tensor] = []
     keep = TokenChoice._keep
 
@@ -146,7 +167,8 @@ def first_draft(
     speculation = {"mode": "sd", "draft": draft, "k": count}
     with patch.context() as context, LLM(model, device="cpu", dtype="float32", speculation=speculation) as llm:
         context.setattr(TokenChoice, "_keep", spy)
-        return write_draft(llm, tokens, count), seen
+        written = write_draft(llm, tokens, count)
+        return written, seen, llm.engine.round.drafter.model.runner.state.confidence[0].tolist()  # type: ignore[attr-defined]
 
 
 def _rotate(x: torch.Tensor, first: int) -> torch.Tensor:
@@ -171,6 +193,8 @@ def make_block(
     draft_vocab: int | None = None,
     anchored: bool | None = None,
     second: bool = False,
+    windows: tuple[int | None, ...] = (None, None),
+    causal: tuple[bool, ...] = (False, False),
     changes: dict[str, Any] | None = None,
 ) -> Block:
     """Writes a random block draft for a target of three layers or more; `changes`: to its config.json."""
@@ -217,8 +241,12 @@ def make_block(
         for name in (f"layers.{i}.{part}_conv" for i in range(Block.num_layers) for part in ("attention", "mlp")):
             weights[f"{name}.base_kernel"] = randn(2, TAPS, width, around=0.3)
             weights[f"{name}.kernel_projection.weight"] = 0.2 * randn(2 * TAPS * width // GROUP, width)
+    if markov and layout == "deepspec":
+        weights["confidence_head.proj.weight"] = randn(1, width + rank)
+        weights["confidence_head.proj.bias"] = randn(1)
     follows = layout == "deepspec" or bool(markov) if anchored is None else anchored
     block = Block(str(path), weights, target.reference, layers, vocab - 1, follows, markov, second, 30.0)
+    block = replace(block, windows=windows, causal=causal, block_size=block_size)
     _write(block, layout, block_size, mlp, rank, changes or {})
     return block
 
@@ -237,7 +265,8 @@ def _write(block: Block, layout: Layout, size: int, mlp: int, rank: int, changes
         "max_position_embeddings": 64,
         "rms_norm_eps": EPS,
         "rope_theta": THETA,
-        "layer_types": ["full_attention"] * block.num_layers,
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in block.windows],
+        "sliding_window": next(filter(None, block.windows), None),
     }
     markov = {"markov_rank": rank, "markov_head_type": block.markov} if block.markov else {}
     outputs = [n - 1 for n in block.layers]
@@ -246,16 +275,14 @@ def _write(block: Block, layout: Layout, size: int, mlp: int, rank: int, changes
         own = {"mask_token_id": block.mask, "target_layer_ids": outputs}
         own |= _second(block, rank) if block.second else {}
         name = "DFlash2DraftModel" if block.second else "DFlashDraftModel"
-        config = layer | {"architectures": [name], "block_size": size, "dflash_config": own}
+        config = layer | {"architectures": [name], "dflash_config": own}
+        (own if block.second else config)["block_size"] = size
         config["num_target_layers"] = model.num_hidden_layers
     elif layout == "deepspec":
         config = layer | {"architectures": ["Qwen3DSparkModel"], "block_size": size, "target_layer_ids": outputs}
-        config |= {"mask_token_id": block.mask, "enable_confidence_head": True, **markov}
-        width = model.hidden_size
+        config |= {"mask_token_id": block.mask, "enable_confidence_head": bool(markov), **markov}
         weights["embed_tokens.weight"] = block.target.get_input_embeddings().weight.detach().clone()
         weights["lm_head.weight"] = block.target.get_output_embeddings().weight.detach().clone()
-        weights["confidence_head.proj.weight"] = torch.zeros(1, width + rank)
-        weights["confidence_head.proj.bias"] = torch.zeros(1)
     else:
         kind = "dspark" if block.markov else "dflash2" if block.second else "dflash"
         config = {

@@ -468,19 +468,24 @@ def as_tree(chain: Seq[int], most: int, depth: int, dice: bytes) -> tuple[list[i
 
 
 class TreeDrafter(ScriptedDrafter):
-    """Proposes trees of `lookahead` nodes at most, among them the chain that it is to propose."""
+    """Proposes trees of `lookahead` nodes at most, among them the chain that it is to propose; at times it alone."""
 
     def __init__(self, lookahead: int, depth: int, manner: Manner = "right", *, rude: bool = False) -> None:
         super().__init__(lookahead, manner, rude=rude)
         self.depth = depth
 
     def tree(self, work: Work, tokens: Seq[int]) -> tuple[list[int], list[int]]:
-        dice = hashlib.blake2b(state_of(tokens), digest_size=64).digest()
-        return as_tree(self.draft(work, tokens), self.lookahead, self.depth, dice)
+        dice, chain = hashlib.blake2b(state_of(tokens), digest_size=64).digest(), self.draft(work, tokens)
+        if dice[-1] % 3 == 0:
+            return chain[: self.depth], list(range(-1, len(chain[: self.depth]) - 1))
+        return as_tree(chain, self.lookahead, self.depth, dice)
+
+    def parents(self, parents: Seq[int]) -> tuple[int, ...] | None:
+        return None if list(parents) == list(range(-1, len(parents) - 1)) else tuple(parents)
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
         trees = (self.tree(work, work.sequence.tokens) for work in works)
-        return [Proposal(tuple(tokens), parents=tuple(parents)) for tokens, parents in trees]
+        return [Proposal(tuple(tokens), parents=self.parents(parents)) for tokens, parents in trees]
 
 
 class StateDrafter(ScriptedDrafter):
@@ -514,7 +519,7 @@ class StateTreeDrafter(TreeDrafter, StateDrafter):
         count = min(work.lookahead, len(both[0]))
         for column, values in zip((self.state.drafts, tree.parents), both, strict=True):
             column[work.slot, :count] = torch.tensor(values[:count], dtype=torch.int32)
-        return Proposal(num_on_device=count)
+        return Proposal(num_on_device=count, parents=None if self.parents(both[1]) is None else ())
 
 
 # --- building and driving ---------------------------------------------------------------------------------------------

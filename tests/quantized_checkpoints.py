@@ -6,6 +6,7 @@ The packers are written from the descriptions of the formats, number by number, 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,8 +124,10 @@ def pack_bytes(
     static: bool = False,
     zero: bool = False,
     scalar: bool = False,
+    powers: torch.dtype | None = None,
 ) -> Packed:
-    """`block`: rows and columns of one scale, -1 for all; None: one number, `scalar` if of no dimension."""
+    """`block`: rows and columns of one scale, -1 for all; None: one number, `scalar` if of no dimension. `powers`: the
+    type of scales that are powers of two."""
     rows, depth = weight.shape
     high, wide_columns = (rows, depth) if block is None else (block[0], depth if block[1] == -1 else block[1])
     top = 448.0 if kind == "fp8" else 127.0
@@ -136,6 +139,7 @@ def pack_bytes(
             place = slice(i * high, (i + 1) * high), slice(j * wide_columns, (j + 1) * wide_columns)
             part = torch.from_numpy(weight[place])
             scales[i, j] = np.float16(float(part.abs().max()) / (top - 16 * zero))
+            scales[i, j] = scales[i, j] if powers is None else 2.0 ** math.ceil(math.log2(scales[i, j]))
             near = (part / float(scales[i, j]) + int(zeros[i, j])).clamp(-top, top)
             codes[place] = near.to(torch.float8_e4m3fn).float() if kind == "fp8" else near.round()
             wide[place] = (codes[place] - int(zeros[i, j])) * float(scales[i, j])
@@ -143,6 +147,7 @@ def pack_bytes(
         "weight": codes.to(torch.float8_e4m3fn if kind == "fp8" else torch.int8),
         scale: torch.from_numpy(scales.reshape(() if scalar else (1,)) if block is None else scales),
     }
+    stored[scale] = stored[scale] if powers is None else stored[scale].to(powers)
     if zero:
         stored["weight_zero_point"] = torch.from_numpy(zeros.reshape(stored[scale].shape)).to(torch.int8)
     if static:
@@ -167,10 +172,14 @@ def pack_mxfp4(weight: Weight, name: str) -> Packed:
 # --- how inputs are rounded -------------------------------------------------------------------------------------------
 
 
-def rounded_input(x: torch.Tensor, kind: str, group: int | None = None, scale: float | None = None) -> torch.Tensor:
-    """x as the product sees it: to e4m3 or integers, with a scale per row (and group), or a stored one."""
+def rounded_input(
+    x: torch.Tensor, kind: str, group: int | None = None, scale: float | None = None, powers: bool = False
+) -> torch.Tensor:
+    """x as the product sees it: to e4m3 or integers, with a scale per row (and group), or a stored one. `powers`: the
+    power of two that is not below it."""
     top, flat = (448.0 if kind == "fp8" else 127.0), x.reshape(-1, group or x.shape[-1])
     scales = flat.abs().amax(1, keepdim=True) / top if scale is None else torch.tensor(scale)
+    scales = torch.exp2(torch.log2(scales).ceil()) if powers else scales
     low = -128.0 if kind == "int8" else -top
     near = (flat / scales).clamp(low, top)
     near = near.to(torch.float8_e4m3fn).float() if kind == "fp8" else near.round()
@@ -308,6 +317,14 @@ FORMATS: dict[str, PublishedFormat] = {
     ),
     "awq": PublishedFormat(awq(128), pack_awq, {"group": 128}, dtype="float16"),
     "awq-32": PublishedFormat(awq(32), pack_awq, {"group": 32}, dtype="float16"),
+    **{
+        f"fp8-block-{name}": PublishedFormat(
+            {**BLOCKS, "scale_fmt": "ue8m0"},
+            *(pack_bytes, {"block": (128, 128), "scale": "weight_scale_inv", "powers": stored}),
+            {"kind": "fp8", "group": 128, "powers": True},
+        )
+        for name, stored in (("ue8m0", torch.float8_e8m0fnu), ("ue8m0-float32", torch.float32))
+    },
 }
 
 

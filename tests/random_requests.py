@@ -225,7 +225,8 @@ def make_models(make_model: Callable[[str], TestModel], path: Path, kind: str = 
     shutil.copy(Path(target.path) / "tokenizer.json", path)
     stranger = make_model("qwen3" if kind == "qwen2" else "qwen2")
     head = make_head(target, path / "head")
-    block = make_block(target, path / "block", "deepspec", block_size=16, markov="gated")
+    windows: dict[str, Any] = {"windows": (9, None), "causal": (True, False)}
+    block = make_block(target, path / "block", "deepspec", block_size=16, markov="gated", **windows)
     drafts = {"noisy": str(path), "self": target.path, "stranger": stranger.path, "head": head.path}
     drafts |= {"block": block.path, "mtp-head": make_mtp(target, path / "mtp", "nextn").path}
     return Models(target.path, drafts)

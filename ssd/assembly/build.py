@@ -15,8 +15,8 @@ from ssd.assembly.draft_models import load_draft, open_draft
 from ssd.assembly.draft_workers import follow_draft
 from ssd.assembly.drafters import make_drafter
 from ssd.assembly.fit import check_draft_fits, check_fits
-from ssd.assembly.memory import MAX_IN_FLIGHT, blocks_for, fitting_length, kv_blocks, possible_length
-from ssd.assembly.models import load_decoder, make_runner, make_state, num_slots
+from ssd.assembly.memory import MAX_IN_FLIGHT, blocks_for, fitting_length, kv_blocks, num_slots, possible_length
+from ssd.assembly.models import load_decoder, make_runner, make_state
 from ssd.assembly.open import open_checkpoint
 from ssd.assembly.placement import deepened, placed, sized
 from ssd.assembly.ranks import Follower, Place, Ranks
@@ -52,11 +52,6 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint | None = None) -> 
     tokenizer = checkpoint.tokenizer()
     device = resolve_device(config.device)
     check_split(checkpoint.config, config.tensor_parallel_size)
-    if device.type == "cuda" and config.speculation.tree is not None:  # over latent attention no kernel has them
-        raise ConfigError(
-            f"speculation tree={config.speculation.tree}: draft trees are not proven exact on GPUs yet: leave it out, "
-            "or use device='cpu'"
-        )
     if device.type == "cuda":
         compiling.prepare()  # while weights are read
     draft = open_draft(config.speculation, checkpoint, tokenizer)
@@ -208,7 +203,7 @@ def build_runners(
     if limit > model.max_position:
         raise ConfigError(f"max_model_len={limit} is beyond the model's positions: use at most {model.max_position}")
     state = make_state(config, limit, model.vocab_size, device)
-    rows = config.max_num_seqs * (1 + config.speculation.draft_tokens)
+    rows = config.speculation.most_rows(config.max_num_seqs)
     models = [load_decoder(config, checkpoint, state, limit, rows, tp=place.tp, is_target=True)]
     models += [load_draft(config, draft, state, limit, models[0].decoder)] if draft is not None else []
     num_blocks = place.agree(kv_blocks(config, models, limit))

@@ -81,5 +81,5 @@ def batched_tokens(config: EngineConfig, device: torch.device) -> int:
     default = 512
     if device.type == "cuda":
         default = 4096 if torch.cuda.get_device_properties(device).total_memory > _LARGE_GPU else 2048
-    trees = config.max_num_seqs * config.speculation.tree if config.speculation.tree is not None else 0
-    return config.max_num_batched_tokens or max(default, config.max_num_seqs + trees)
+    trees = config.speculation.most_rows(config.max_num_seqs) if config.speculation.nodes else 0
+    return config.max_num_batched_tokens or max(default, config.max_num_seqs, trees)

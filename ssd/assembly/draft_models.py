@@ -9,7 +9,7 @@ from ssd.assembly.memory import Loaded
 from ssd.assembly.models import load_decoder
 from ssd.assembly.open import open_checkpoint, open_feature_draft
 from ssd.assembly.placement import prepares_here
-from ssd.config import MTP, SUFFIX, EngineConfig, SpeculationConfig
+from ssd.config import MOST_TREE_ROWS, MTP, SUFFIX, EngineConfig, SpeculationConfig
 from ssd.drafting.head import private_blocks
 from ssd.drafting.shapes import RunShapes, widths_up_to
 from ssd.drafting.tree import beams_of
@@ -37,11 +37,6 @@ def open_draft(
     if draft is not None:
         draft = draft.for_target(target)
         return _checked(draft, speculation) if isinstance(draft, BlockCheckpoint) else draft
-    if speculation.tree is not None:
-        raise ConfigError(
-            f"speculation tree={speculation.tree} is for heads and block drafts, and {speculation.draft!r} is "
-            "a draft model, which writes chains: leave it out"
-        )
     checkpoint = open_checkpoint(name, "speculation draft")
     difference = tokenizer.difference(checkpoint.tokenizer())
     if difference is not None:
@@ -119,6 +114,7 @@ def run_shapes(config: EngineConfig, device: torch.device) -> RunShapes:
     if prepares_here(speculation):
         widths = speculation.budgets if on_cuda else widths_up_to(max(speculation.budgets))
         rows = max(rows, min(_MAX_BRANCHES, rows * max(widths)))
-    if speculation.tree is not None:
-        rows *= beams_of(speculation.tree)
+    if speculation.nodes:
+        beams = rows * beams_of(speculation.nodes)
+        rows = beams if speculation.tree != "auto" else max(rows, min(beams, MOST_TREE_ROWS))
     return RunShapes(speculation.lookahead, config.max_num_seqs, rows, widths, bucketed=on_cuda)

@@ -11,8 +11,8 @@ import torch
 from ssd.assembly.device import kv_block_size, make_current, resolve_device
 from ssd.assembly.draft_models import load_draft, run_shapes
 from ssd.assembly.draft_runners import make_fan_out, ssd_drafter
-from ssd.assembly.memory import kv_blocks
-from ssd.assembly.models import make_runner, make_state, num_slots
+from ssd.assembly.memory import kv_blocks, num_slots
+from ssd.assembly.models import make_runner, make_state
 from ssd.assembly.open import open_checkpoint, open_feature_draft
 from ssd.config import EngineConfig
 from ssd.drafting.joint import JointPass

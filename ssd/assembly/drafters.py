@@ -58,7 +58,7 @@ def drafter_of(
 ) -> Drafter:
     """The drafter of these options; `workers`: the one in processes of its own, `least`: see `least_seconds`.
 
-    A DepthController chooses where `mode`, `k` or `budget` is "auto".
+    A DepthController chooses where `mode`, `k`, `tree` or `budget` is "auto".
     """
     if speculation.mode == "ar":
         return Drafter()
@@ -68,14 +68,19 @@ def drafter_of(
     else:
         if speculation.mode != "ssd":
             drafters["sd"] = _sd_drafter(model, speculation, state)
+        if speculation.suffix and speculation.mode == "auto":
+            drafters["suffix"] = drafters["sd"]
         if workers is not None:
             drafters["ssd"] = workers
-    if "auto" not in (speculation.mode, speculation.k, speculation.budget):
+    if speculation.tree == "auto":
+        drafters["tree"] = drafters["sd"]
+    if "auto" not in (speculation.mode, speculation.k, speculation.tree, speculation.budget):
         return drafters[speculation.mode]
     depths = depths_up_to(speculation.lookahead) if speculation.k == "auto" else (speculation.lookahead,)
-    modes = ("ar", *drafters) if "auto" in (speculation.mode, speculation.k) else (speculation.mode,)
+    with_plain = "auto" in (speculation.mode, speculation.k, speculation.tree)
+    modes = ("ar", *drafters) if with_plain else (speculation.mode,)
     widths = (workers.budget,) if isinstance(workers, LateBindingDrafter) else speculation.budgets
-    arms = make_arms(modes, depths, widths)
+    arms = make_arms(modes, depths, widths, speculation.nodes)
     return DepthController(drafters, arms, {arm: least(arm) for arm in arms} if least is not None else None)
 
 
@@ -89,9 +94,10 @@ def _sd_drafter(model: DraftSource | None, speculation: SpeculationConfig, state
                 f"speculation tree={speculation.tree}: a drafter of your own proposes chains; leave it out"
             )
         return CustomDrafter(draft, k)
-    learned = ModelDrafter(model, speculation.draft_tokens) if model is not None else None
+    levels = k if speculation.nodes else 0
+    learned = ModelDrafter(model, speculation.nodes or k, levels) if model is not None else None
     if learned is not None and not speculation.suffix:
         return learned
     in_flight = kernels(state.device).draft_table is not None and speculation.acceptance == "coupled"
     answers, cached = DraftAnswers(state) if in_flight else None, speculation.suffix_cache_tokens
-    return SuffixDrafter(k, learned=learned, cached_tokens=cached, answers=answers)
+    return SuffixDrafter(speculation.draft_tokens, learned=learned, cached_tokens=cached, answers=answers)

@@ -15,9 +15,10 @@ from ssd.assembly.memory import (
     blocks_for,
     format_names,
     longest_sequence,
+    num_slots,
     weight_bytes,
 )
-from ssd.assembly.models import formats_of, num_slots
+from ssd.assembly.models import formats_of
 from ssd.config import EngineConfig
 from ssd.errors import ConfigError, NotEnoughMemory
 from ssd.grafts.graft import GraftCheckpoint

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from ssd.assembly.device import batched_tokens, kv_block_size
-from ssd.config import EngineConfig
+from ssd.config import MOST_TREE_ROWS, EngineConfig
 from ssd.errors import NotEnoughMemory
 from ssd.execution.graphs import PREFILL_BUCKETS, row_buckets
 from ssd.kv.blocks import most_blocks
@@ -42,6 +42,11 @@ class Loaded:
 
     def blocks_for(self, config: EngineConfig) -> BlocksFor:
         return blocks_for(config, self.decoder.kv_groups, self.decoder.device)
+
+
+def num_slots(config: EngineConfig) -> int:
+    """More than max_num_seqs: a finished sequence keeps its slot while a round in flight uses it."""
+    return config.max_num_seqs + max(4, config.max_num_seqs // 4)
 
 
 def blocks_for(config: EngineConfig, groups: Seq[KVGroup], device: torch.device) -> BlocksFor:
@@ -164,11 +169,19 @@ def kv_blocks(config: EngineConfig, models: Seq[Loaded], limit: int) -> int:
     return min(config.max_num_seqs * longest, max(least, memory // bytes_per_block))
 
 
+def _graph_rows(most: int) -> int:
+    """Rows of logits of all graphs."""
+    return sum(row_buckets(most)) + sum(min(rows, most) for rows in PREFILL_BUCKETS)
+
+
 def _activation_bytes(config: EngineConfig, loaded: Loaded) -> int:
     """Upper estimate of the memory of a model's largest batch, besides weights and KV."""
     decoder, model, tokens = loaded.decoder, loaded.decoder.config, batched_tokens(config, loaded.decoder.device)
     width = max(layer.activation_width(model.hidden_size) for layer in set(model.layers))
-    rows = sum(row_buckets(loaded.max_rows)) + sum(min(rows, loaded.max_rows) for rows in PREFILL_BUCKETS)
+    rows = _graph_rows(loaded.max_rows)
+    if config.speculation.nodes:  # of rounds with trees, and of those with chains
+        chains = num_slots(config) * (1 + config.speculation.lookahead)
+        rows = sum(_graph_rows(min(loaded.max_rows, most)) for most in (MOST_TREE_ROWS, chains))
     graphs = rows * model.vocab_size * 4  # every graph keeps its logits
     sampling = loaded.max_rows * model.vocab_size * 48  # sorted, summed and perturbed copies
     scratch = loaded.scratch_slots * decoder.kv_bytes_per_token

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from ssd.assembly.device import device_name, kv_block_size, kv_dtype, resolve_dtype
-from ssd.assembly.memory import Loaded, wide_bytes
+from ssd.assembly.memory import Loaded, num_slots, wide_bytes
 from ssd.assembly.open import open_checkpoint
 from ssd.config import EngineConfig
 from ssd.execution.runner import ModelRunner
@@ -33,11 +33,6 @@ from ssd.parallel.tensor import TensorParallel
 log = logging.getLogger("ssd")
 loading = logging.getLogger("ssd.loading")  # what takes time before the first request; `ssd serve` shows it
 _REPORT_SECONDS: Final = 1.0  # between two reports of progress
-
-
-def num_slots(config: EngineConfig) -> int:
-    """More than max_num_seqs: a finished sequence keeps its slot while a round in flight uses it."""
-    return config.max_num_seqs + max(4, config.max_num_seqs // 4)
 
 
 def make_state(config: EngineConfig, max_len: int, vocab_size: int, device: torch.device) -> SequenceState:

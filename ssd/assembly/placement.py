@@ -35,9 +35,11 @@ def placed(
 
     `placement="auto"` is a process if the draft has a GPU of its own or a core of a CPU, else a stream on a GPU, else
     inline. With mode="auto" it stays "auto" where nothing can run at the same time, and SSD is not among the modes.
-    `head`: the draft is a head, which is where the target is. `prepares`: SSD is among the draft's modes.
+    `head`: the draft is a head, which is where the target is. `prepares`: SSD is among the draft's modes, as far as it
+    depends on the draft.
     `ranks`: of the target.
     """
+    prepares = prepares and not speculation.suffix
     if speculation.draft_url is not None or speculation.mode not in ("ssd", "auto"):
         return speculation
     if speculation.draft_model is None or not prepares:
@@ -78,7 +80,7 @@ def deepened(speculation: SpeculationConfig, draft: Checkpoint | FeatureCheckpoi
     if speculation.mode == "ar":
         return speculation
     most = whole or speculation.lookahead
-    return replace(speculation, k=speculation.k or min(most, speculation.tree or most))
+    return replace(speculation, k=speculation.k or min(most, speculation.nodes or most))
 
 
 def sized(

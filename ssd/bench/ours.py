@@ -35,10 +35,12 @@ from ssd.llm import LLM, check_served, measure_modes
 from ssd.options import options_of
 from ssd.sampling.rates import rates_of
 
+TREE = "tree"
+
 
 @dataclass(frozen=True)
 class Method:
-    """A decoding method: `ar`, `sd`, `sd:4`, `ssd:auto`, `suffix:16`; without a number the default k is used."""
+    """A decoding method: `ar`, `sd`, `sd:4`, `ssd:auto`, `suffix:16`, `tree`, `tree:16:4`; without k its default."""
 
     name: str
     speculation: dict[str, Any]  # options of SpeculationConfig
@@ -47,25 +49,32 @@ class Method:
     def parse(cls, text: str, draft: str | None, k: int | str, options: Mapping[str, Any]) -> Method:
         """`options` are those of mode="ssd", of the acceptance rule, or of the draft model."""
         mode, _, number = text.partition(":")
-        if mode not in ("ar", "sd", "ssd", "auto", SUFFIX) or (mode == "ar" and number):
+        if mode not in ("ar", "sd", "ssd", "auto", SUFFIX, TREE) or (mode == "ar" and number):
             raise ConfigError(
-                f"method {text!r}: must be ar, sd, ssd, auto or {SUFFIX}, with a number of tokens if need be: ssd:6"
+                f"method {text!r}: must be ar, sd, ssd, auto, {SUFFIX} or {TREE}, with a number of tokens if need be: "
+                f"ssd:6; {TREE} with its number of nodes, too: {TREE}:16:6"
             )
         if mode == "ar":
             return cls("ar", {"mode": "ar"})
-        k = options_of(SpeculationConfig)["k"].parse(number) if number else k
-        if mode != SUFFIX and draft is None:
+        known, name = options_of(SpeculationConfig), mode
+        chosen: dict[str, Any] = {"mode": mode, "draft": draft}
+        if mode == SUFFIX:
+            chosen = {"mode": "sd", "draft": SUFFIX}
+        elif mode == TREE:
+            nodes, _, number = number.partition(":")
+            nodes = nodes or "auto"
+            chosen |= {"mode": "sd", "tree": known["tree"].parse(nodes)}
+            name = f"{TREE} {nodes}"
+        k = known["k"].parse(number) if number else k
+        if chosen["draft"] is None:
             raise ConfigError(f"method {text!r} needs a draft: name one with --draft")
         look_up = {"suffix", "suffix_cache_tokens"}
-        of_sd = {"k_max", "acceptance", "saguaro_c", "draft_quantization", "tree"} | look_up
-        known = {SUFFIX: {"k_max", "suffix_cache_tokens"}, "sd": of_sd}
-        names = known.get(mode, options.keys() - look_up)
-        chosen: dict[str, Any] = {
-            "mode": "sd" if mode == SUFFIX else mode,
-            "draft": SUFFIX if mode == SUFFIX else draft,
-        }
-        chosen |= {"k": k} | {name: value for name, value in options.items() if name in names}
-        return cls(f"{mode} k={k}", chosen)
+        of_sd = {"k_max", "acceptance", "saguaro_c", "draft_quantization"} | look_up
+        kept = {SUFFIX: {"k_max", "suffix_cache_tokens"}, "sd": of_sd, TREE: of_sd}
+        if mode == "auto" and options.get("suffix"):
+            kept["auto"] = set(options)
+        names = kept.get(mode, options.keys() - look_up)
+        return cls(f"{name} k={k}", chosen | {"k": k} | {each: options[each] for each in options if each in names})
 
 
 @dataclass
@@ -163,7 +172,7 @@ def our_contenders(
     hits: float | None = None,
     **options: Any,
 ) -> list[OurContender]:
-    """Contenders of all methods, on one engine, but one for every method with a draft in a worker or with trees.
+    """Contenders of all methods, on one engine, but one for every method with a draft in a worker.
 
     `accept`: acceptance that is drawn, as `rates_of` takes it. `hits`: share of drafts that were prepared, likewise.
     On a CPU they all have `torch.get_num_threads()` cores: a draft in a process of its own has one of them.
@@ -171,17 +180,15 @@ def our_contenders(
     apart = [method for method in methods if _in_process(method, str(options.get("device", "auto")))]
     if apart and hits is not None:
         raise ConfigError("hits: only of a draft in the target's process, --placement stream or inline")
-    alone = [method for method in methods if method in apart or "tree" in method.speculation]
-    together = [method for method in methods if method not in alone]
+    together = [method for method in methods if method not in apart]
     found: dict[str, OurContender] = {}
     if together:
         wanted = [SpeculationConfig.of(method.speculation) for method in together]
         llm = LLM(model, max_num_seqs=batch, speculation=_covering(wanted), **options)
         for method, speculation in zip(together, wanted, strict=True):
             found[method.name] = OurContender(method.name, llm, _drafter(llm, speculation), _threads(llm))
-    for method in alone:
-        placement = {"placement": "process"} if method in apart else {}
-        llm = LLM(model, max_num_seqs=batch, speculation=method.speculation | placement, **options)
+    for method in apart:
+        llm = LLM(model, max_num_seqs=batch, speculation=method.speculation | {"placement": "process"}, **options)
         drafter = llm.engine.round.drafter
         cores = drafter.cores if method.speculation["mode"] == "ssd" else 0  # "auto" has all of them in rounds of SD
         found[method.name] = OurContender(method.name, llm, drafter, _threads(llm, cores), cores)
@@ -212,6 +219,8 @@ def _in_process(method: Method, device: str) -> bool:
     placement = "process" if method.speculation.get("draft_device") else method.speculation.get("placement", "auto")
     if method.speculation["mode"] not in ("ssd", "auto") or placement not in ("auto", "process"):
         return False
+    if method.speculation.get("suffix"):
+        return False
     draft = method.speculation.get("draft")
     if placement == "auto" and draft is not None and feature_draft_kind(str(draft)) is not None:
         return False
@@ -224,10 +233,19 @@ def _covering(wanted: Seq[SpeculationConfig]) -> SpeculationConfig:
     if not with_model:
         deepest = max(s.lookahead for s in wanted)
         return SpeculationConfig(mode="sd", draft=SUFFIX, k=deepest) if deepest else SpeculationConfig()
-    ahead = [s for s in with_model if s.mode in ("ssd", "auto")]
-    deepest = max(s.lookahead for s in wanted)
+    ahead = [s for s in with_model if s.mode in ("ssd", "auto") and not s.suffix]
+    beside = [s for s in with_model if s.mode == "auto" and s.suffix]  # whose states have room for look-up
+    deepest = max(s.lookahead if s.nodes else s.draft_tokens for s in wanted)
+    nodes = max(s.nodes for s in wanted)
+    if nodes and (others := ahead + beside):
+        raise ConfigError(
+            f"methods: {TREE} and {others[0].mode} with a draft on the target's device have no engine in common: "
+            "measure them one after the other"
+        )
+    if not ahead and beside:
+        return replace(beside[0], k=max(s.lookahead for s in with_model), k_max=None)
     if not ahead:
-        return replace(with_model[0], k=deepest, k_max=None)
+        return replace(with_model[0], k=deepest, k_max=None, tree=max(nodes, deepest) if nodes else None)
     widest = max(ahead, key=lambda s: max(s.budgets))
     return replace(widest, k=deepest, k_max=None, fan_out="adaptive", fan_out_hit=None, fan_out_miss=None)
 
@@ -252,6 +270,8 @@ def _drafter(llm: LLM, speculation: SpeculationConfig) -> Drafter:
 
 def methods_of(names: str, draft: str | None, k: int | str, options: Mapping[str, Any]) -> list[Method]:
     """Parses a list such as `ar,sd:4,ssd:auto`."""
+    if "tree" in options:
+        raise ConfigError(f"tree={options['tree']}: a tree is a method of its own here: name {TREE}:{options['tree']}")
     found = [Method.parse(name.strip(), draft, k, options) for name in names.split(",") if name.strip()]
     twice = [method.name for i, method in enumerate(found) if method in found[:i]]
     if not found or twice:

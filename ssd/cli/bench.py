@@ -21,7 +21,8 @@ Measure how fast a model decodes: [bold]AR, SD, SSD and other engines, in turns[
 of a machine that was busy meanwhile: ratios are then not to be trusted.
 
 A method is [cyan]ar[/], [cyan]sd[/], [cyan]ssd[/], [cyan]auto[/] or [cyan]suffix[/], perhaps with its number of \
-drafted tokens: [cyan]ssd:6[/], [cyan]sd:auto[/]. All methods share the weights, and that they write the same tokens \
+drafted tokens: [cyan]ssd:6[/], [cyan]sd:auto[/]; or [cyan]tree:16[/], a draft tree of 16 nodes, [cyan]tree:16:6[/] \
+with paths of up to 6 tokens. All methods share the weights, and that they write the same tokens \
 is checked (exit code 1 if not). Only decoding is compared: prompts are timed apart, warm-up is not counted. Prompts \
 come from SSD_DATASET_DIR (or [cyan]--folder[/]) if it has the set, else from those that come with ssd; the report \
 says which.
@@ -33,6 +34,8 @@ says which.
   ssd bench tiny-qwen3 --compare ar,sd:2,ssd:3,suffix:16 --sets gsm8k --plot report.html --json report.json
 
   ssd bench MODEL --draft DRAFT --peer hf,hf:4 --prompts 4
+
+  ssd bench tiny-llama --draft tiny-llama-eagle --compare ar,sd:4,tree:16:4 --prompts 2
 
   ssd bench graft:tiny-qwen3@qwen3-32b --draft graft:tiny-qwen3-draft@qwen3-0.6b --compare ar,sd:6,ssd:6
 
@@ -57,7 +60,7 @@ def bench(
     *,
     settings: Annotated[Given, Flags(BenchConfig, without={"prompt_offset", "max_rounds"})],
     sampling: Annotated[Given, Flags(SamplingParams, only={"temperature", "seed"}, defaults={"seed": 0})],
-    speculation: Annotated[Given, Flags(SpeculationConfig, without={"mode"})],
+    speculation: Annotated[Given, Flags(SpeculationConfig, without={"mode", "tree"})],
     engine: Annotated[Given, Flags(EngineConfig, without={"max_num_seqs", "speculation"})],
 ) -> None:
     draft = speculation.pop("draft", None) or bundled_draft(model)

@@ -24,6 +24,7 @@ from ssd.cli.paths import visible
 from ssd.config import EngineConfig, SpeculationConfig
 from ssd.core import Origin, RequestMetrics, RequestOutput, SamplingParams
 from ssd.errors import ConfigError
+from ssd.text.byte_level import BYTES
 
 if TYPE_CHECKING:
     from ssd.cli.trace import Branch, Step
@@ -56,12 +57,6 @@ prepared for after 0, 1, … accepted tokens, likeliest first, [bold green]\\[in
 used; +N: N more were prepared. · is a space, ↵ a new line, \\xe5 a byte of a character."""
 INCOMPLETE: Final = "\ufffd"  # how bytes are decoded that are no whole character
 BYTE: Final = re.compile("<0x([0-9A-F]{2})>")
-PRINTABLE: Final = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-OTHERS: Final = sorted(set(range(256)) - set(PRINTABLE))
-BYTES: Final = {  # of the characters of byte-level vocabularies: printable ones are themselves, others follow U+0100
-    **{chr(byte): byte for byte in PRINTABLE},
-    **{chr(0x100 + place): byte for place, byte in enumerate(OTHERS)},
-}
 SOURCES: Final = {
     Origin.HIT: "prepared",
     Origin.JIT: "drafted",

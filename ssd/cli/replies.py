@@ -12,9 +12,9 @@ from ssd.core import SamplingParams
 from ssd.errors import ConfigError
 from ssd.text.events import CallArguments, CallBegin, CallEnd, Event, Reasoning, Text
 from ssd.text.harmony import is_harmony
-from ssd.text.message_format import PROMPT_END, MessageFormat, format_of, shown_tokens, stop_tokens
+from ssd.text.message_format import PROMPT_END, MessageFormat, format_of, shown_tokens, stop_tokens, takes_text
 from ssd.text.tokenizer import Tokenizer
-from ssd.text.tool_calls import parser_for
+from ssd.text.tool_formats import has_tools, parser_for
 
 Tools = list[dict[str, Any]]
 
@@ -26,7 +26,7 @@ class ReplyFormat:
         self.tools, self.harmony = tools, is_harmony(template)
         self._tokenizer, self._template = tokenizer, template
         self._parser = parser_for(template) if tools else None
-        if tools and self._parser is None and not self.harmony:
+        if tools and (not has_tools(template) or (self._parser is None and not self.harmony)):
             raise ConfigError("--tools: the model's chat template has no tools, or in an unknown format: leave it out")
 
     def sampling(self, params: SamplingParams) -> SamplingParams:
@@ -38,8 +38,10 @@ class ReplyFormat:
     def reader(self, prompt: Seq[int]) -> ReplyReader:
         """For the answer to a prompt."""
         end = self._tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
-        names = frozenset(tool["function"]["name"] for tool in self.tools)
-        return ReplyReader(format_of(self._template, end, self._parser, names, parallel=False), text=self.harmony)
+        functions = [tool["function"] for tool in self.tools]
+        schemas = {function["name"]: function.get("parameters") or {} for function in functions}
+        form = format_of(self._template, end, self._parser, schemas, parallel=False)
+        return ReplyReader(form, text=takes_text(self._template))
 
 
 class ReplyReader:

@@ -77,12 +77,18 @@ class Drafter:
     """
 
     lookahead: int = 0  # maximum draft length of the next round; KV slots are reserved for it
+    k: int | None = None  # draft tokens that it proposes per sequence, on average; None: as many as there is room for
     budget: int = 0  # maximum number of branches per sequence that the next round prepares; 0: none
+    levels: int = 0  # of the trees that the next round proposes; 0: chains
     needs_tokens: bool = False  # True: it proposes from `Sequence.tokens`: every earlier round must be committed first
     cores: int = 0  # CPU cores that its own processes compute on in the next round, which the target leaves to them
 
     def __init__(self) -> None:
         self.stats = DrafterStats()
+
+    def slots(self, k: int) -> int:
+        """KV slots that a sequence needs for drafts of k tokens on average."""
+        return k
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
         """One proposal per work, all of which decide a token; tokens beyond `work.lookahead` are cut off."""

@@ -251,7 +251,7 @@ class Round:
         it, so it cannot be accepted.
         """
         if not proposal.num_tokens or (self.target.state.tree is not None and not work.is_decode):
-            return work  # nodes of trees are behind single tokens only
+            return work  # where drafts may be trees they are behind single tokens only
         if proposal.num_on_device:
             fits = proposal.num_on_device <= work.lookahead
             return work.with_proposal(proposal if fits else replace(proposal, num_on_device=work.lookahead))

@@ -1,24 +1,27 @@
-"""The arms of the controller: modes with their K and number of branches, and how fast each is expected to be.
+"""The arms of the controller: modes with K, number of branches and nodes of trees, and how fast each is expected to be.
 
 For each batch size the seconds per round of every arm are measured, and its tokens per round are estimated from the
-acceptance rate of each draft position. The arm with the most tokens per second is used; others are measured again from
-time to time, as often as that costs a small share of the time. Knows nothing of drafters and rounds.
+acceptance rate of each draft position, or of a tree's nodes. The arm with the most tokens per second is used; others
+are measured again from time to time, as often as that costs a small share of the time. Knows nothing of drafters and
+rounds.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from ssd.config import MOST_TREE_ROWS
 from ssd.core import Outcome
 from ssd.drafting.estimate import Average, TypicalSeconds
 
 _MIN_SAMPLES = 3  # rounds that measure an arm
-_SAMPLES, _MOST_SAMPLES = 12, 48  # that measure SSD, whose rounds vary, and the first drafts of a text
-_HOPELESS = 0.85  # share of the fastest other arm's speed below which fewer are enough: one, or _MIN_SAMPLES of SSD
+_SAMPLES, _MOST_SAMPLES = 12, 48  # that measure SSD and trees (`Arm.varies`), and the first drafts of a text
+_HOPELESS = 0.85  # share of the fastest other arm's speed below which fewer are enough: one; _MIN_SAMPLES if it varies
 _CLOSE = 0.08  # difference to that speed up to which _MOST_SAMPLES are measured instead of _SAMPLES
 SETTLING = 1  # rounds after a change of arm that are not measured, besides those in flight
 RECORDING = 3  # first rounds of an arm on a CPU that are not measured: its steps are recorded in them
@@ -34,6 +37,8 @@ _DEPTH_PENALTY = 0.015  # relative speed that each draft token after the shortes
 _MARGIN = 1.02  # expected speed-up that a change of arm needs
 _OPTIMISM = 1.08  # factor on an arm's expected speed for every trial since it was last measured
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
+_NODES = (8, 16, 32, 64)
+_GAIN, _GAIN_WEIGHT = 0.25, 4.0  # guess of the accepted tokens that a tree has more than the next smaller one
 
 
 class Arm(NamedTuple):
@@ -41,17 +46,37 @@ class Arm(NamedTuple):
 
     k: int  # draft tokens per round
     width: int  # branches per sequence; 0: none prepared, the draft is written in `propose`
+    look_up: bool = False  # with suffix look-up, whose drafts have lengths of their own
+    nodes: int = 0  # of a tree with paths of up to k tokens; 0: drafts are chains
 
     @property
     def mode(self) -> str:
-        return "ar" if not self.k else "ssd" if self.width else "sd"
+        if not self.k:
+            return "suffix" if self.look_up else "ar"
+        return "ssd" if self.width else "tree" if self.nodes else "sd"
+
+    @property
+    def lookahead(self) -> int:
+        """Draft tokens that a round verifies."""
+        return self.nodes or self.k
+
+    @property
+    def levels(self) -> int:
+        """Of trees; 0: drafts are chains."""
+        return self.k if self.nodes else 0
+
+    @property
+    def varies(self) -> bool:
+        """Whether its rounds differ in what they do, or its tokens per round are learned in them alone."""
+        return self.width > 0 or self.look_up or self.nodes > 0
 
     def __str__(self) -> str:
-        branches = f", {self.width} branches" if self.width else ""
-        return f"mode={self.mode}{f', k={self.k}' if self.k else ''}{branches}"
+        more = f", {self.width} branches" if self.width else f", {self.nodes} nodes" if self.nodes else ""
+        return f"mode={self.mode}{f', k={self.k}' if self.k else ''}{more}"
 
 
 PLAIN = Arm(0, 0)
+LOOK_UP = Arm(0, 0, look_up=True)
 
 
 def depths_up_to(most: int) -> list[int]:
@@ -59,27 +84,50 @@ def depths_up_to(most: int) -> list[int]:
     return [*(k for k in _DEPTHS if k < most), most]
 
 
-def make_arms(modes: Seq[str], depths: Seq[int], widths: Seq[int]) -> list[Arm]:
-    """The arms of these modes: every depth, and for SSD every width."""
+def make_arms(modes: Seq[str], depths: Seq[int], widths: Seq[int], nodes: int = 0) -> list[Arm]:
+    """The arms of these modes: every depth, and for SSD every width. With the mode "suffix", SD has look-up, too.
+
+    `nodes`: of the largest tree.
+    """
+    look_up = "suffix" in modes
     arms = [PLAIN] if "ar" in modes else []
+    arms += [LOOK_UP] if look_up else []
     for k in depths:
-        arms += [Arm(k, 0)] if "sd" in modes else []
+        arms += [Arm(k, 0, look_up)] if "sd" in modes else []
         arms += [Arm(k, width) for width in widths] if "ssd" in modes else []
-    return arms
+    sizes = [count for count in _NODES if depths[-1] < count < nodes] + [nodes]
+    return arms + ([Arm(depths[-1], 0, nodes=count) for count in sizes] if "tree" in modes else [])
+
+
+def arms_for(arms: Seq[Arm], batch: int) -> list[Arm]:
+    """Those for batches of so many sequences."""
+    return [arm for arm in arms if not arm.nodes or batch * (1 + arm.nodes) <= MOST_TREE_ROWS]
 
 
 class AcceptanceRates:
-    """How often each position of a draft is accepted. Of all arms together: it depends on the text more than on K."""
+    """How often each position of a draft is accepted. Of all arms together: it depends on the text more than on K.
 
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
+    Of trees: how many of the nodes up to each number are accepted, more than of those up to the number before. The
+    first nodes of a tree are a tree, so its rounds tell it of all that are smaller.
+    """
+
+    def __init__(self, arms: Seq[Arm]) -> None:
+        self._depth = max(arm.k for arm in arms)
+        self._sizes = sorted(arm.nodes for arm in arms if arm.nodes)
         self.reset()
 
     def reset(self) -> None:
         self._rates = [Average(0.99, 12.0, 16.0) for _ in range(self._depth)]
+        guesses = [self.accepted(self._depth) + _GAIN, *(_GAIN for _ in self._sizes[1:])]
+        self._gains = {
+            size: Average(0.99, guess * _GAIN_WEIGHT, _GAIN_WEIGHT)
+            for size, guess in zip(self._sizes, guesses, strict=False)
+        }
 
-    def accepted(self, k: int) -> float:
-        """Expected number of accepted tokens of a draft of k tokens."""
+    def accepted(self, k: int, nodes: int = 0) -> float:
+        """Expected number of accepted tokens of a draft of k tokens, or of a tree."""
+        if nodes:
+            return float(sum(gain.value for size, gain in self._gains.items() if size <= nodes))
         reached = itertools.accumulate((rate.value for rate in self._rates[:k]), float.__mul__)
         return float(sum(reached))
 
@@ -90,9 +138,29 @@ class AcceptanceRates:
             if reached:
                 rate.add(sum(reached) / len(outcomes), len(reached) / len(outcomes))
 
+    def learn_trees(self, outcomes: Seq[Outcome]) -> None:
+        """Likewise."""
+        for before, size in itertools.pairwise([0, *self._sizes]):
+            gained = [sum(before <= i < size for i in each.nodes) for each in outcomes if len(each.draft) >= size]
+            if gained:
+                self._gains[size].add(sum(gained) / len(outcomes), len(gained) / len(outcomes))
+
 
 def _new_ready() -> Average:
     return Average(0.998, 9.0, 10.0)
+
+
+def _new_gain() -> Average:
+    return Average(0.99, 10.0, 10.0)
+
+
+def _new_found() -> Average:
+    return Average(0.99, 5.0, 5.0)
+
+
+def times_of(arm: Arm) -> TypicalSeconds:
+    """Rounds of look-up verify drafts of any length, and all of them count."""
+    return TypicalSeconds(last=deque(maxlen=64), most=8.0) if arm.look_up else TypicalSeconds()
 
 
 @dataclass
@@ -100,7 +168,7 @@ class ArmTimes:
     """Seconds per round of every arm for one batch size, and the arm chosen by them."""
 
     arms: list[Arm]
-    accepted: Callable[[int], float]  # see `AcceptanceRates`
+    accepted: Callable[..., float]  # see `AcceptanceRates`
     seconds: dict[Arm, TypicalSeconds] = field(default_factory=dict)  # divided by `level`
     best: Arm = PLAIN
     trial: Arm | None = None  # the arm that is being measured
@@ -108,6 +176,8 @@ class ArmTimes:
     level: float | None = 1.0
     checked_level: float = 1.0  # when the modes were compared
     ready: Average = field(default_factory=_new_ready)  # see `tokens`
+    gain: Average = field(default_factory=_new_gain)  # the same
+    found: Average = field(default_factory=_new_found)  # the same
     untried: list[Arm] = field(default_factory=list)  # arms that are measured whatever it costs, the first one first
     first_interval: int = 0  # rounds before each of them
     thorough: bool = False  # until all are measured at the start, and SSD with the first text: no trial ends early
@@ -129,24 +199,31 @@ class ArmTimes:
         return self.trial is None and not self.untried
 
     def _representatives(self) -> list[Arm]:
-        """The middle depth of SD, then plain decoding, then SSD with each width."""
+        """The middle depth of SD, then plain decoding, look-up alone, SSD with each width, and trees, the largest
+        first."""
         depths = sorted({arm.k for arm in self.arms if arm.k})
-        usual = [arm for arm in self.arms if arm == PLAIN or arm.k == depths[len(depths) // 2]]
-        return sorted(usual, key=lambda arm: ("sd", "ar", "ssd").index(arm.mode))
+        usual = [arm for arm in self.arms if not arm.k or arm.nodes or arm.k == depths[len(depths) // 2]]
+        return sorted(usual, key=lambda arm: (("sd", "ar", "suffix", "ssd", "tree").index(arm.mode), -arm.nodes))
 
-    def like(self) -> ArmTimes:
-        """To start another batch size with: the same ratios, to be checked for the best arm of each mode."""
-        seconds = {arm: TypicalSeconds(s.mean) for arm, s in self.seconds.items() if s.mean}
+    def like(self, arms: list[Arm]) -> ArmTimes:
+        """To start another batch size with, which has these arms: the same ratios, to be checked for the best arm of
+        each mode and all trees, which cost more in larger batches."""
+        known = {arm: s.mean for arm, s in self.seconds.items() if s.mean and arm in arms}
+        seconds = {arm: replace(times_of(arm), mean=mean) for arm, mean in known.items()}
         if not seconds:
-            return ArmTimes(self.arms, self.accepted)
+            return ArmTimes(arms, self.accepted)
+        best = self.best if self.best in arms else max(seconds, key=self.speed)
+        checked = [arm for arm in arms if arm in self._others() or arm.nodes]
         return ArmTimes(
-            self.arms,
+            arms,
             self.accepted,
             seconds,
-            self.best,
+            best,
             level=None,
             ready=replace(self.ready),
-            untried=self._others() or [self.best],
+            gain=replace(self.gain),
+            found=replace(self.found),
+            untried=[arm for arm in checked if arm != best] or [best],
             first_interval=_NEW_SIZE_INTERVAL,
             least=self.least,
         )
@@ -163,7 +240,7 @@ class ArmTimes:
         With SSD, from which that of SD is known, too, unless SSD would be slower even without a miss. Where plain
         decoding is expected to be the fastest, SD is tried if it is known to be faster when all drafts are accepted.
         """
-        self.ready = _new_ready()
+        self.ready, self.gain, self.found = _new_ready(), _new_gain(), _new_found()
         self.best = self._best()
         fastest = self.speed(self.best)
         ssd = sorted((arm for arm, s in self.seconds.items() if arm.width and s.last), key=self.speed)[-1:]
@@ -177,7 +254,7 @@ class ArmTimes:
 
         A drift of this arm is assumed to apply to all arms: it changes `level`.
         """
-        known = self.seconds.setdefault(arm, TypicalSeconds())
+        known = self.seconds.setdefault(arm, times_of(arm))
         if self.level is None and comparable:
             self.level = self.checked_level = seconds / known.mean if known.mean else 1.0
         elif self.level is not None and comparable and len(known.last) >= _MIN_SAMPLES:
@@ -215,9 +292,15 @@ class ArmTimes:
         """Estimated tokens per round and sequence.
 
         A prepared draft may miss, be late or be short: `ready` is the number of accepted tokens relative to that of a
-        draft written in `propose`.
+        draft written in `propose`. `gain` is the same of learned drafts and those of look-up together, and `found` the
+        number of accepted tokens of look-up alone.
         """
-        return 1.0 + self.accepted(arm.k) * (self.ready.value if arm.width else 1.0)
+        if arm == LOOK_UP:
+            return 1.0 + float(self.found.value)
+        if arm.nodes:
+            return 1.0 + self.accepted(arm.k, arm.nodes)
+        ratio = self.ready.value if arm.width else self.gain.value if arm.look_up else 1.0
+        return 1.0 + self.accepted(arm.k) * float(ratio)
 
     def speed(self, arm: Arm) -> float:
         """Expected tokens per second and sequence; 0: not known."""
@@ -229,7 +312,7 @@ class ArmTimes:
         self.trials += 1
         self.trial, self.rounds = arm, 0
         self.tried[arm] = self.trials
-        self.seconds.setdefault(arm, TypicalSeconds()).last.clear()
+        self.seconds.setdefault(arm, times_of(arm)).last.clear()
 
     def _review(self) -> None:
         """Measures the arm with the best optimistic speed again, of those that cost no more than trials may."""
@@ -244,7 +327,7 @@ class ArmTimes:
 
     def _trial_cost(self, arm: Arm) -> float:
         """Seconds that a trial is expected to lose."""
-        return ((_SAMPLES if arm.width else _MIN_SAMPLES) + SETTLING) * self._lost(arm, self._expected(arm))
+        return ((_SAMPLES if arm.varies else _MIN_SAMPLES) + SETTLING) * self._lost(arm, self._expected(arm))
 
     def _can_win(self, arm: Arm) -> bool:
         """Whether it could be the fastest: SD if all drafts were accepted, SSD if every outcome were prepared.
@@ -252,7 +335,7 @@ class ArmTimes:
         The acceptance that SSD would have is learned from SD, which is tried first.
         """
         tokens = 1.0 + (self.accepted(arm.k) if arm.width else arm.k)
-        return arm == PLAIN or tokens > self.speed(self.best) * self.least.get(arm, 0.0)
+        return arm == PLAIN or arm.look_up or tokens > self.speed(self.best) * self.least.get(arm, 0.0)
 
     def _lost(self, arm: Arm, seconds: float) -> float:
         """Seconds that a round of an arm loses if it takes `seconds`: the best arm's tokens would come earlier."""
@@ -269,23 +352,30 @@ class ArmTimes:
     def _measured(self, arm: Arm) -> bool:
         count, other = len(self.seconds[arm].last), max([0.0, *(self.speed(a) for a in self.arms if a != arm)])
         ratio = self.speed(arm) / other if other else 1.0
-        if ratio < _HOPELESS and not (self.thorough and (arm.width or arm == self.best or arm not in self.least)):
-            return count >= (_MIN_SAMPLES if arm.width else 1)
-        if not arm.width and not (arm.k and self.thorough):
+        through = arm.width or arm.nodes or arm == self.best or arm not in self.least
+        if ratio < _HOPELESS and not (self.thorough and through):
+            return count >= (_MIN_SAMPLES if arm.varies else 1)
+        if not arm.varies and not (arm.k and self.thorough):
             return count >= _MIN_SAMPLES
         close = other > 0.0 and abs(ratio - 1.0) < _CLOSE
         return count >= _SAMPLES and (not close or self.rounds > _MOST_SAMPLES)
 
     def _expected(self, arm: Arm) -> float:
-        """Seconds per round: measured, or interpolated over K between arms of the same width and plain decoding.
+        """Seconds per round: measured, or interpolated over the tokens that are verified, between arms of the same mode
+        and width, and plain decoding where they are chains.
 
         0: not known.
         """
         if arm in self.seconds and self.seconds[arm].mean:
             return self.seconds[arm].mean
-        like = {a.k: s.mean for a, s in self.seconds.items() if s.mean and (a.width == arm.width or a == PLAIN)}
+        if arm == LOOK_UP:
+            return 0.0
+        kind = arm.mode, arm.width
+        alike = (a for a in self.seconds if (a.k and (a.mode, a.width) == kind) or (a == PLAIN and not arm.nodes))
+        like = {a.lookahead: self.seconds[a].mean for a in alike if self.seconds[a].mean}
         known = sorted(like.items())
         if len(known) < 2:
             return 0.0
-        (k0, s0), (k1, s1) = next((pair for pair in itertools.pairwise(known) if pair[1][0] > arm.k), known[-2:])
-        return s0 + (s1 - s0) * (arm.k - k0) / (k1 - k0)
+        count = arm.lookahead
+        (n0, s0), (n1, s1) = next((pair for pair in itertools.pairwise(known) if pair[1][0] > count), known[-2:])
+        return s0 + (s1 - s0) * (count - n0) / (n1 - n0)

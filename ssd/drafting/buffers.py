@@ -22,7 +22,6 @@ from ssd.execution.runner import ModelRunner
 from ssd.kernels.device import kernels
 from ssd.kernels.ops import Branches, DeviceBatch
 from ssd.kernels.transfers import upload
-from ssd.models.decoder import KVCache
 from ssd.sampling import noise
 from ssd.sampling.noise import Stream
 from ssd.sampling.sampler import Rows
@@ -199,17 +198,20 @@ class DraftBuffers:
             place.copy_(each)
         return kept
 
-    def follow(self, kv: KVCache, rows: torch.Tensor, depth: int) -> None:
-        """Copies the KV of `depth` tokens in the branch slots of these rows to those of the first rows."""
-        size = self.shapes.lookahead
-        for cache in (each for layer in kv for each in layer):
-            own = cache.flatten(0, 1)[self._branch_slots :][: self.shapes.max_rows * size]
-            own = own.view(self.shapes.max_rows, size, -1)
-            own[: len(rows), :depth] = own[rows, :depth]
+    def follow(self, above: torch.Tensor, beams: int, depth: int) -> None:
+        """Gives each row the KV of `depth` tokens in the branch slots of the row that it follows (int64 [rows])."""
+        kernels(self.device).rounds.follow_rows(
+            above=above,
+            caches=self.runner.own_caches,
+            beams=beams,
+            depth=depth,
+            first_slot=self._branch_slots,
+            slots_per_branch=self.shapes.lookahead,
+        )
 
     def row_batch(self, shape: RunShape, depth: int, tables: Tables, beams: torch.Tensor | None = None) -> DeviceBatch:
-        """The newest token of every row, whose KV goes to the row's branch slots. `beams`: zeros [sequences, beams] if
-        the rows are those of trees that `write` writes."""
+        """The newest token of every row, whose KV goes to the row's branch slots. `beams`: of rows that are those of
+        trees, how many of the tokens read are before each, but for the first: int32 [sequences, beams]."""
         n, indices, branches = shape.sequences, self.indices(shape), shape.branches and beams is None
         inputs, after = self._inputs[branches], self.after[:n, : shape.width] if branches else beams
         tokens, positions, mapping, decided, slots = (column[: shape.rows] for column in self._rows)

@@ -32,9 +32,9 @@ class TokenChoice:
 
     def choose(self, shape: RunShape, column: int, logits: torch.Tensor, rows: Rows) -> None:
         """One token per row, and its confidence (at least 0): the margin of its score, or -log(1 - q)."""
-        logits, chain, confidence = self._widened(logits, shape.needs), self.buffers.chain, self.buffers.confidence
+        logits, chain, confidence = self.widened(logits, shape.needs), self.buffers.chain, self.buffers.confidence
         if not self.rejection:
-            self._keep(logits, rows, shape.needs, chain, confidence, column)
+            self._keep(logits, rows, shape.needs, column, 1)
             return
         q = self.sampler.distribution(logits, rows, shape.needs)
         q = reweighted(q, self.saguaro_c, _SAGUARO_FAN_OUT)
@@ -47,16 +47,11 @@ class TokenChoice:
     def choose_all(self, shape: RunShape, logits: torch.Tensor, rows: Rows) -> None:
         """Likewise, but several tokens of each row of the run at once, by the coupled rule: those of a row follow each
         other in `logits` and `rows`."""
-        n, count = shape.rows, len(logits) // shape.rows
-        tokens = torch.empty((n * count, 1), dtype=torch.int32, device=logits.device)
-        sure = torch.empty((n * count, 1), dtype=torch.float32, device=logits.device)
-        self._keep(self._widened(logits, shape.needs), rows, shape.needs, tokens, sure, 0)
-        self.buffers.chain[:n, :count].copy_(tokens.view(n, count))
-        self.buffers.confidence[:n, :count].copy_(sure.view(n, count))
+        self._keep(self.widened(logits, shape.needs), rows, shape.needs, 0, len(logits) // shape.rows)
 
     def rank(self, logits: torch.Tensor, rows: Rows, needs: Needs, excluded: torch.Tensor) -> torch.Tensor:
         """The RANKS likeliest tokens of each row, best first, without the excluded one: int32 [R, RANKS]."""
-        logits = self._widened(logits, needs)
+        logits = self.widened(logits, needs)
         if not self.rejection:
             return self.sampler.best(logits, rows, needs, RANKS, excluded)[0].clamp_(min=0)
         q = self.sampler.distribution(logits, rows, needs)
@@ -66,21 +61,20 @@ class TokenChoice:
         tokens = torch.where(values > 0, tokens, 0).int()  # without probability: may be beyond the draft's vocabulary
         return torch.nn.functional.pad(tokens, (0, RANKS - tokens.shape[-1]))
 
-    def _keep(
-        self,
-        logits: torch.Tensor,
-        rows: Rows,
-        needs: Needs,
-        chain: torch.Tensor,
-        confidence: torch.Tensor,
-        column: int,
-    ) -> None:
+    def _keep(self, logits: torch.Tensor, rows: Rows, needs: Needs, column: int, each: int) -> None:
+        """`each`: tokens of a row of the run, from `column` on."""
         best, scores = self.sampler.best(logits, rows, needs, 2)
         kernels(self.buffers.device).rounds.keep_best(
-            best=best, scores=scores, chain=chain, confidence=confidence, column=column, max_confidence=_MAX_CONFIDENCE
+            best=best,
+            scores=scores,
+            chain=self.buffers.chain,
+            confidence=self.buffers.confidence,
+            column=column,
+            each=each,
+            max_confidence=_MAX_CONFIDENCE,
         )
 
-    def _widened(self, logits: torch.Tensor, needs: Needs) -> torch.Tensor:
+    def widened(self, logits: torch.Tensor, needs: Needs) -> torch.Tensor:
         """Bias, penalties and the rejection rule need the target's vocabulary, which may be larger than the draft's."""
         missing = self.buffers.state.vocab_size - logits.shape[-1]
         if missing > 0 and (self.rejection or needs.adjusted):

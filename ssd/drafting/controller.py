@@ -1,4 +1,4 @@
-"""Chooses by measured speed how a batch is decoded: `mode="auto"`, `k="auto"`, `budget="auto"`.
+"""Chooses by measured speed how a batch is decoded: `mode="auto"`, `k="auto"`, `tree="auto"`, `budget="auto"`.
 
 A multi-armed bandit over the arms of `ssd.drafting.arms`. It decides how much is drafted, never what is accepted.
 """
@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from ssd.core import MODEL_WRITTEN, Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Confidence, Drafter, DrafterStats, PerRound, Prepared, never
-from ssd.drafting.arms import PLAIN, RECORDING, SETTLING, AcceptanceRates, Arm, ArmTimes
-from ssd.drafting.estimate import TypicalSeconds
+from ssd.drafting.arms import PLAIN, RECORDING, SETTLING, AcceptanceRates, Arm, ArmTimes, arms_for, times_of
 from ssd.execution.clock import Clock
 
 log = logging.getLogger("ssd")
@@ -34,7 +33,7 @@ class _Round(NamedTuple):
 
 
 class DepthController(Drafter):
-    """Wraps the drafters of the modes, and chooses mode, draft length and number of branches of every round.
+    """Wraps the drafters of the modes, and chooses mode, draft length, branches and nodes of trees of every round.
 
     `drafters`: by mode; AR needs none. A drafter is told of its own rounds only. Before its first round after a rest it
     catches up with the sequences, while the rounds of another go on. `least`: seconds of a round of each arm with one
@@ -47,7 +46,7 @@ class DepthController(Drafter):
         self.drafters: Mapping[str, Drafter] = {"ar": Drafter(), **drafters}  # by mode
         self.inner = list(dict.fromkeys(drafters.values()))
         super().__init__()
-        self._rates = AcceptanceRates(max(arm.k for arm in arms))
+        self._rates = AcceptanceRates(arms)
         self._arms = arms
         self._times: dict[int, ArmTimes] = {}  # by batch size, see `_Round.size`
         self._rounds: PerRound[_Round] = PerRound()
@@ -83,6 +82,9 @@ class DepthController(Drafter):
     def _drafter(self) -> Drafter:
         return self.drafters[self.arm.mode]
 
+    def slots(self, k: int) -> int:
+        return self._drafter.slots(k)
+
     def propose(self, works: Seq[Work]) -> list[Proposal]:
         if self._rested[self._drafter]:
             self._drafter.catch_up(works)
@@ -113,7 +115,9 @@ class DepthController(Drafter):
 
     def measure(self, batch: int) -> Callable[[], bool]:
         """Measures all modes in the next rounds of so many sequences; what is returned says whether that is done."""
-        times = self._times[(batch - 1).bit_length()] = ArmTimes(self._arms, self._rates.accepted, thorough=True)
+        times = self._times[(batch - 1).bit_length()] = ArmTimes(
+            arms_for(self._arms, batch), self._rates.accepted, thorough=True
+        )
         return lambda: times.complete
 
     def forget_text(self) -> None:
@@ -165,7 +169,13 @@ class DepthController(Drafter):
     def _learn(self, works: Seq[Work], outcomes: Seq[Outcome | None], arm: Arm, times: ArmTimes | None) -> None:
         """`times`: None where the round is not one of many alike."""
         found = [(work, outcome) for work, outcome in zip(works, outcomes, strict=True) if outcome is not None]
-        written = [outcome for _, outcome in found if outcome.draft and (not arm.width or _written(outcome))]
+        written = [outcome for _, outcome in found if outcome.draft and (not arm.varies or _written(outcome))]
+        if arm.look_up and times is not None:
+            for work, outcome in found:
+                if work.lookahead and not arm.k:
+                    times.found.add(outcome.num_accepted)
+                elif work.lookahead:
+                    times.gain.add(outcome.num_accepted, self._rates.accepted(min(arm.k, work.lookahead)))
         if arm.width and times is not None:
             for work, outcome in found:
                 if work.lookahead:
@@ -174,7 +184,9 @@ class DepthController(Drafter):
                         expected if _written(outcome) else float(outcome.num_accepted),
                         self._rates.accepted(min(arm.k, work.lookahead)),
                     )
-        if written:
+        if written and arm.nodes:
+            self._rates.learn_trees(written)
+        elif written:
             self._rates.learn(written)
 
     def _wish(self, arm: Arm, times: ArmTimes) -> None:
@@ -192,20 +204,22 @@ class DepthController(Drafter):
 
     def _take(self, arm: Arm, following: Arm | None = None) -> None:
         """Sets the arm of the rounds scheduled next."""
-        self.arm, self.lookahead, self._next = arm, arm.k, following
+        self.arm, self._next = arm, following
+        self.lookahead = arm.nodes or self._drafter.slots(arm.k)
+        self._drafter.k, self._drafter.levels = arm.k, arm.levels
         self._drafter.budget = self.budget = arm.width
 
     def _log_choice(self, size: int, times: ArmTimes) -> None:
         if times.complete and self._chosen.get(size) != times.best:
             self._chosen[size] = times.best
-            fastest = {arm.mode: speed for speed, arm in sorted((times.speed(arm), arm) for arm in self._arms)}
+            fastest = {arm.mode: speed for speed, arm in sorted((times.speed(arm), arm) for arm in times.arms)}
             others = [f"{mode} {speed / (times.level or 1.0):.0f}" for mode, speed in fastest.items() if speed]
             log.info(
                 "batches of up to %d: %s; expected tokens/s of a sequence: %s", 1 << size, times.best, ", ".join(others)
             )
 
     def _of_passes(self, least: Mapping[Arm, float]) -> ArmTimes:
-        seconds = {arm: TypicalSeconds() for arm in self._arms}
+        seconds = {arm: times_of(arm) for arm in self._arms}
         for arm, typical in seconds.items():
             typical.add(least[arm])
         times = self._times[0] = ArmTimes(self._arms, self._rates.accepted, seconds, level=None, least=least)
@@ -215,8 +229,8 @@ class DepthController(Drafter):
     def _times_of(self, size: int) -> ArmTimes:
         if size not in self._times:
             near = min(self._times, key=lambda other: abs(other - size), default=None)
-            new = ArmTimes(self._arms, self._rates.accepted) if near is None else self._times[near].like()
-            self._times[size] = new
+            arms = arms_for(self._arms, 1 << size)
+            self._times[size] = ArmTimes(arms, self._rates.accepted) if near is None else self._times[near].like(arms)
         return self._times[size]
 
 

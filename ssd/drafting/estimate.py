@@ -38,13 +38,14 @@ class Average:
 
 @dataclass
 class TypicalSeconds:
-    """Mean of the last 16 times, in seconds, without those above twice the median."""
+    """Mean of the last times, 16 unless `last` has another length, in seconds, without those above `most` medians."""
 
     mean: float = 0.0  # 0: not known
     last: deque[float] = field(default_factory=lambda: deque(maxlen=16))
+    most: float = 2.0
 
     def add(self, value: float) -> None:
         self.last.append(value)
-        most = 2 * sorted(self.last)[len(self.last) // 2]
+        most = self.most * sorted(self.last)[len(self.last) // 2]
         usual = [each for each in self.last if each <= most]
         self.mean = sum(usual) / len(usual)

@@ -15,25 +15,18 @@ of a preparation are copies whose last blocks, from that of the last decided tok
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ssd.core import Origin, SamplingParams
 from ssd.drafting.buffers import Tables
 from ssd.drafting.fan_out import FanOut
 from ssd.drafting.model import DraftSource
-from ssd.drafting.runner import DraftRun, DraftRunner
+from ssd.drafting.runner import DraftRunner
 from ssd.drafting.shapes import RunShape, RunShapes
-from ssd.drafting.tree import DraftTrees
-from ssd.execution.clock import now
 from ssd.execution.features import HeadFeatures
 from ssd.execution.runner import ModelRunner
-from ssd.kernels.triton.compile import compiling
-from ssd.sampling.sampler import ALL_NEEDS, Needs, Rows
 
 CARRIED = 0.8  # of a difference in hidden states, by each step: acceptance of the bundled heads is best from 0.7 to 0.8
 
@@ -48,10 +41,6 @@ class HeadRunner(DraftRunner):
         super().__init__(model_runner, shapes, states_width=width if branches else 0, **options)
         rows = max(shapes.max_rows, shapes.max_sequences * shapes.most_reads(branches))
         head.hidden = torch.zeros((rows, width), dtype=head.dtype, device=self.device)
-        self.trees = DraftTrees(self.state) if self.state.tree is not None else None
-        if self.trees is not None:
-            n, beams = shapes.max_sequences, self.trees.beams
-            self._not_accepted = torch.zeros((n, beams), dtype=torch.int32, device=self.device)
         if not branches:
             return
         n, private = shapes.max_sequences, private_blocks(shapes.lookahead, model_runner.block_size)
@@ -67,71 +56,9 @@ class HeadRunner(DraftRunner):
         powers = [[carried**place] for place in range(shapes.reads)]
         self._carry = torch.tensor(powers, dtype=head.dtype, device=self.device)
 
-    @torch.inference_mode()
-    def write(
-        self, slots: Seq[int], params: Seq[SamplingParams], count: int, reads: int, origin: Origin = Origin.DRAFT
-    ) -> DraftRun:
-        if self.trees is None:
-            return super().write(slots, params, count, reads, origin)
-        shape, began = self.shapes.of(len(slots), 1, params), now(self.device)
-        self._upload(slots, [0] * len(slots), shape)
-        self._stage(shape)
-        self._index(shape)
-        self.graphs.launch(("tree", shape), functools.partial(self._write_tree, shape))
-        return self._launched(slots, shape, 0, began)
-
-    @torch.inference_mode()
-    def rehearse(self, sequences: Seq[int], fan_out: FanOut) -> None:
-        if self.trees is None:
-            super().rehearse(sequences, fan_out)
-            return
-        with self.decoder.distinct_layers(), self.state.sampling.tables():
-            for shape in self.shapes.usual(sequences, fan_out):
-                self._upload([self.state.padding] * shape.sequences, [0] * shape.sequences, shape)
-                self._copy_inputs(shape.sequences, False)
-                for needs in ALL_NEEDS if compiling() else [Needs()]:
-                    self._write_tree(shape._replace(needs=needs))
-
-    @torch.inference_mode()
-    def capture(self, sequences: Seq[int], fan_out: FanOut) -> None:
-        if self.trees is None:
-            super().capture(sequences, fan_out)
-            return
-        for shape in self.shapes.usual(sequences, fan_out):
-            self.graphs.capture(
-                ("stage", shape.sequences, False), functools.partial(self._copy_inputs, shape.sequences, False)
-            )
-            self._index(shape)
-            self.graphs.capture(("tree", shape), functools.partial(self._write_tree, shape))
-
-    def _index(self, shape: RunShape) -> None:
-        """Makes index tensors before a capture, which would record how they are made and not make them."""
-        self.buffers.indices(shape)
-        self.buffers.indices(self._grown(shape))
-
-    def _grown(self, shape: RunShape) -> RunShape:
-        assert self.trees is not None
-        return shape._replace(width=self.trees.beams)
-
-    def _write_tree(self, shape: RunShape) -> None:
-        """The last decided token is read, then the beams of each level, whose KV is in branch slots."""
-        with torch.inference_mode():
-            trees, buffers, n = self.trees, self.buffers, shape.sequences
-            assert trees is not None
-            inputs, hidden = buffers.inputs(branches=False), self.head.hidden
-            trees.begin(n)
-            logits = self.read(shape, buffers.indices(shape).before + 1)
-            tokens, above = trees.add(logits, Rows(inputs.slots(n), inputs.first[:n] + 1), shape.needs)
-            for level in range(1, trees.depth):
-                rows = len(above)
-                hidden[:rows].copy_(hidden[above])
-                if level > 1:
-                    buffers.follow(self.kv, above, level - 1)
-                buffers.chain[:rows, level - 1].copy_(tokens.flatten())
-                batch = buffers.row_batch(self._grown(shape), level - 1, self._tables(shape), self._not_accepted[:n])
-                logits = self._forward(shape, batch)
-                tokens, above = trees.add(logits, buffers.decided(self._grown(shape)), shape.needs)
-            trees.store(inputs.slots(n), Origin.DRAFT)
+    def follow_rows(self, above: torch.Tensor, beams: int, depth: int) -> None:
+        super().follow_rows(above, beams, depth)
+        self.head.hidden[: len(above)].copy_(self.head.hidden[above])
 
     def _copy_inputs(self, n: int, branches: bool) -> None:
         """For branches also what the verification overwrites: the feature before the last token, and its block."""

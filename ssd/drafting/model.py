@@ -56,13 +56,24 @@ class DraftSource:
         self.model_runner.tables.update([(work.slot, work.sequence.kv.blocks)])
         return DraftSequence(work.slot)
 
-    def write(self, able: Seq[Able], origin: Origin = Origin.DRAFT) -> tuple[list[Proposal], DraftRun]:
-        """Writes drafts that the target waits for."""
-        runner, count = self.runner, max(work.lookahead for work, _ in able)
-        if self.most_drafted is not None and runner.state.tree is None:
-            count = min(count, self.most_drafted)
+    def slots(self, k: int) -> int:
+        """KV slots that a sequence needs for drafts of k tokens on average."""
+        return k
+
+    def write(
+        self, able: Seq[Able], origin: Origin = Origin.DRAFT, k: int | None = None, levels: int = 0
+    ) -> tuple[list[Proposal], DraftRun]:
+        """Writes drafts that the target waits for, of up to k tokens; None: as many as there are slots for.
+
+        `levels`: of trees; 0: chains. So are drafts of more sequences than a run can write trees for.
+        """
+        runner, most = self.runner, max(work.lookahead for work, _ in able)
         reads, works = self.num_unread(able), [work for work, _ in able]
         slots, params = [work.slot for work in works], [work.sequence.params for work in works]
+        if levels and runner.writes_trees(len(able)):
+            run = runner.write_trees(slots, params, levels, reads)
+            return [Proposal(num_on_device=work.lookahead, origin=origin, parents=()) for work in works], run
+        count = min(most, k or most, runner.shapes.lookahead, self.most_drafted or most)
         run = runner.write(slots, params, count, reads, origin)
         if not runner.rejection:
             return [Proposal(num_on_device=min(work.lookahead, count), origin=origin) for work in works], run
@@ -140,17 +151,16 @@ class DraftModel(DraftSource):
         return own
 
     def num_unread(self, able: Seq[Able]) -> int:
-        """Tokens beyond those that a run can read are read now."""
-        most, behind = 0, list[Able]()
+        """Tokens beyond those that a run can read are read now: of a tree, no more than a path are accepted."""
+        most, behind, reads = 0, list[Able](), self.runner.shapes.reads
         for work, own in able:
             deciding = undecided(work)
             if deciding is not None and deciding is own.last_read:
                 most = max(most, deciding.num_logits)
             else:
                 behind.append((work, own))
-        reads = self.runner.shapes.reads
         self._read([(o, len(w.sequence.tokens) - (0 if undecided(w) else reads)) for w, o in behind])
-        return max([most, *(work.sequence.most_len - own.kv.num_computed for work, own in behind)])
+        return min(reads, max([most, *(work.sequence.most_len - own.kv.num_computed for work, own in behind)]))
 
     def branching(self, able: Seq[Able]) -> list[Work]:
         """Those whose decided tokens but the last have draft KV, as branches need it; reads them if they are known."""
@@ -265,19 +275,25 @@ def wants_draft(work: Work) -> bool:
 
 
 class ModelDrafter(Drafter):
-    """The drafter of SD: the draft model writes in `propose`, while the target waits."""
+    """The drafter of SD: the draft model writes in `propose`, while the target waits.
 
-    def __init__(self, model: DraftSource, lookahead: int) -> None:
+    `levels`: of trees of `lookahead` nodes; 0: chains.
+    """
+
+    def __init__(self, model: DraftSource, lookahead: int, levels: int = 0) -> None:
         super().__init__()
         self.model = model
-        self.lookahead = lookahead
+        self.lookahead, self.levels = lookahead, levels
         self._runs: list[DraftRun] = []  # not in `stats` yet
+
+    def slots(self, k: int) -> int:
+        return self.model.slots(k)
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
         able = [(w, own) for w in works if wants_draft(w) and (own := self.model.state_of(w, works))]
         if not able:
             return super().propose(works)
-        written, run = self.model.write(able)
+        written, run = self.model.write(able, k=self.k, levels=self.levels)
         self._runs.append(run)
         proposals = {id(work): proposal for (work, _), proposal in zip(able, written, strict=True)}
         return [proposals.get(id(work), Proposal()) for work in works]

@@ -11,7 +11,7 @@ branch's own tokens is in branch slots, which belong to no block of the pool.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -26,6 +26,7 @@ from ssd.drafting.choice import TokenChoice
 from ssd.drafting.fan_out import RANKS, FanOut, OutcomeStatistics
 from ssd.drafting.graphs import PieceGraphs
 from ssd.drafting.shapes import RunShape, RunShapes
+from ssd.drafting.tree import DraftTrees
 from ssd.drafting.turns import Turns
 from ssd.execution.clock import Clock, StreamClock, now
 from ssd.execution.host_copy import HostCopy
@@ -130,6 +131,10 @@ class DraftRunner:
         self.graphs = PieceGraphs(enabled=graphs and self.on_cuda, on_use=on_use, recordings=recordings)
         self.one_kernel: PersistentStep | None = None  # for steps of small batches, takes the whole GPU
         self.part: Part | None = None  # of the GPU, where small preparations compute beside the target
+        self.trees = DraftTrees(self.state) if self.state.tree is not None else None
+        if self.trees is not None:
+            beams = shapes.max_sequences, self.trees.beams
+            self._behind = torch.zeros(beams, dtype=torch.int32, device=self.device)  # see `_grow`
         self._origins = HostCopy(self.state.origin)  # of the drafts looked up last
 
     # --- running ------------------------------------------------------------------------------------------------------
@@ -148,6 +153,20 @@ class DraftRunner:
         n = shape.sequences
         self.graphs.launch(("store", n, count, origin), lambda: self.buffers.store(n, count, origin))
         return self._launched(slots, shape, count - 1, began)
+
+    def writes_trees(self, sequences: int) -> bool:
+        """Whether a run can write trees for so many sequences."""
+        beams = self.trees.beams if self.trees is not None else 0
+        return 0 < self.shapes.bucket(sequences) * beams <= self.shapes.max_rows
+
+    @torch.inference_mode()
+    def write_trees(self, slots: Seq[int], params: Seq[SamplingParams], levels: int, reads: int) -> DraftRun:
+        """Writes trees of so many levels as the drafts of the sequences; `reads`: as in `write`."""
+        shape, began = self.shapes.of(len(slots), reads, params), now(self.device)
+        self._upload(slots, [0] * len(slots), shape)
+        self._stage(shape)
+        self.graphs.launch(*self._tree(shape, levels))
+        return self._launched(slots, shape, 0, began)
 
     @torch.inference_mode()
     def stage_branches(
@@ -266,8 +285,10 @@ class DraftRunner:
                     self._compute(shape._replace(needs=needs, reads=self.shapes.reads), 0)
                 if shape.branches:
                     self.buffers.look_up(shape.sequences, shape.width, self.shapes.lookahead)
-                else:
-                    self.buffers.store(shape.sequences, self.shapes.lookahead, Origin.DRAFT)
+                    continue
+                self.buffers.store(shape.sequences, self.shapes.lookahead, Origin.DRAFT)
+                for needs in (ALL_NEEDS if compiling() else [Needs()]) if self.writes_trees(shape.sequences) else ():
+                    self._tree(shape._replace(needs=needs), self.shapes.lookahead)[1]()
 
     @torch.inference_mode()
     def capture(self, sequences: Seq[int], fan_out: FanOut) -> None:
@@ -277,6 +298,8 @@ class DraftRunner:
             self.graphs.capture(("stage", n, branches), functools.partial(self._copy_inputs, n, branches))
             for piece in range(_READING, self.shapes.lookahead if branches else self.shapes.lookahead - 1):
                 self.graphs.capture(*self._piece(shape, piece))
+            if not branches and self.writes_trees(n):
+                self.graphs.capture(*self._tree(shape, self.shapes.lookahead))
 
     @torch.inference_mode()
     def record(self, fan_out: FanOut) -> None:
@@ -363,6 +386,38 @@ class DraftRunner:
         count = inputs.count[:n].clamp(max=shape.reads)
         logits = self.read(shape, self.buffers.indices(shape).before + count)
         self.choice.choose(shape, 0, logits, Rows(inputs.slots(n), inputs.first[:n] + count))
+
+    def _tree(self, shape: RunShape, levels: int) -> tuple[Hashable, Callable[[], None]]:
+        """The key of a run that writes trees, and what it launches."""
+        assert self.trees is not None
+        grown = self.shapes.after_reading(shape)._replace(width=self.trees.beams)
+        for each in (shape, grown):
+            self.buffers.indices(each)  # before a capture, see `_piece`
+        return ("trees", shape, levels), functools.partial(self._grow, self.trees, shape, grown, levels)
+
+    def _grow(self, trees: DraftTrees, shape: RunShape, grown: RunShape, levels: int) -> None:
+        """Reads the newest tokens, then the beams of each level but the last, whose KV is in branch slots."""
+        with torch.inference_mode():
+            n, buffers = shape.sequences, self.buffers
+            inputs, behind = buffers.inputs(branches=False), self._behind[:n]
+            count = inputs.count[:n].clamp(max=shape.reads)
+            behind.copy_((count - 1)[:, None].expand_as(behind))
+            trees.begin(n)
+            logits = self.read(shape, buffers.indices(shape).before + count)
+            rows = Rows(inputs.slots(n), inputs.first[:n] + count)
+            tokens, above = trees.add(self.choice.widened(logits, shape.needs), rows, shape.needs)
+            for depth in range(levels - 1):
+                self.follow_rows(above, trees.beams, depth)
+                buffers.chain[: grown.rows, depth].copy_(tokens.flatten())
+                logits = self._forward(shape, buffers.row_batch(grown, depth, self._tables(shape), behind))
+                rows = buffers.decided(grown)
+                tokens, above = trees.add(self.choice.widened(logits, shape.needs), rows, shape.needs)
+            trees.store(inputs.slots(n), Origin.DRAFT)
+
+    def follow_rows(self, above: torch.Tensor, beams: int, depth: int) -> None:
+        """Gives each row what the row above it has: the KV of `depth` tokens in branch slots."""
+        if depth:
+            self.buffers.follow(above, beams, depth)
 
     def _read_and_plan(self, shape: RunShape, fan_out: FanOut) -> None:
         n, width, buffers = shape.sequences, shape.width, self.buffers

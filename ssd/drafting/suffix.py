@@ -62,18 +62,34 @@ class SuffixDrafter(Drafter):
         self._awaited: list[Work] = []  # its works whose drafts the device waits for
         self._rounds: PerRound[dict[int, float]] = PerRound()
 
+    def slots(self, k: int) -> int:
+        """Beside drafts of k tokens those of look-up are as long as ever."""
+        return max(self.lookahead, self.learned.slots(k)) if self.learned.lookahead else k
+
+    @property
+    def _asks(self) -> bool:
+        """Whether there are learned drafts; with k = 0 there are none."""
+        return self.learned.lookahead > 0 and self.k != 0
+
+    @property
+    def _most_in_flight(self) -> int:
+        """Tokens of a draft that is looked up while the round before it is in flight."""
+        return self.k if self.k and self.learned.lookahead else self.lookahead
+
     def propose(self, works: Seq[Work]) -> list[Proposal]:
         """Looks up what follows the tokens that are known. Learned drafts are written for all other works."""
         self._number, self._scores = self._number + 1, {}
         found = {id(work): self._look_up(work) for work in works if work.lookahead and not undecided(work)}
         proposals = {name: Proposal(draft, origin=Origin.SUFFIX) for name, draft in found.items() if draft}
         others = [work for work in works if id(work) not in proposals]
-        if others:
-            written = self.learned.propose(others)
-            proposals |= {id(work): proposal for work, proposal in zip(others, written, strict=True)}
+        proposals |= {id(work): Proposal() for work in others}
+        if self._asks and (able := [work for work in others if self._is_readable(work)]):
+            self.learned.k = self.k
+            written = self.learned.propose(able)
+            proposals |= {id(work): proposal for work, proposal in zip(able, written, strict=True)}
         self._awaited = []
         if self._answers is not None:
-            self.needs_tokens = sum(work.lookahead for work in works) > _MOST_IN_FLIGHT
+            self.needs_tokens = sum(min(work.lookahead, self._most_in_flight) for work in works) > _MOST_IN_FLIGHT
             if not any(work.sequence.has_host_logits for work in works):  # whose host waits for the device
                 self._awaited = [work for work in others if work.lookahead and undecided(work)]
                 proposals |= self._await(self._answers, proposals)
@@ -87,7 +103,13 @@ class SuffixDrafter(Drafter):
             answers.state.origin[to_device(slots, answers.state.device)] = int(Origin.NONE)
         if self._awaited:
             answers.wait([work.slot for work in self._awaited], self._number, _LONGEST_WAIT, Origin.SUFFIX)
-        return {id(work): Proposal(num_on_device=work.lookahead, origin=Origin.SUFFIX) for work in empty}
+        most = self._most_in_flight
+        return {id(w): Proposal(num_on_device=min(w.lookahead, most), origin=Origin.SUFFIX) for w in empty}
+
+    def _is_readable(self, work: Work) -> bool:
+        """Whether a run of the learned draft can read all tokens that the round in flight may decide."""
+        deciding = undecided(work)
+        return deciding is None or deciding.num_logits <= self.learned.lookahead + 1
 
     def decided(self, works: Seq[Work], outcomes: Seq[Outcome | None]) -> None:
         """Looks up the drafts that the device waits for."""
@@ -111,10 +133,10 @@ class SuffixDrafter(Drafter):
 
     def _is_better(self, work: Work, score: float) -> bool:
         """Whether a suffix draft is expected to have more tokens accepted than a learned one."""
-        if not self.learned.lookahead:
+        if not self._asks:
             return score > 0.0
         known = self._known(work.sequence)
-        return score * float(known.kept.value) > min(float(known.accepted.value), work.lookahead)
+        return score * float(known.kept.value) > min(float(known.accepted.value), self.k or work.lookahead)
 
     def _known(self, sequence: Sequence) -> _Known:
         if sequence.id not in self._sequences:
@@ -129,7 +151,8 @@ class SuffixDrafter(Drafter):
 
     def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
         """Reads prompts while the target does."""
-        self.learned.prepare(works, interrupted)
+        if self._asks:
+            self.learned.prepare(works, interrupted)
         self._rounds.put(works, self._scores)
         for work in works:
             if work.num_tokens > 1 and work.sequence.params.speculate:

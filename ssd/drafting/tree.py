@@ -24,11 +24,15 @@ def beams_of(nodes: int) -> int:
 
 
 class DraftTrees:
-    """Grows the trees of some sequences. `begin` comes first, then `add` for each level, then `store`."""
+    """Grows the trees of some sequences. `begin` comes first, then `add` for each level, then `store`.
+
+    As many nodes as the SequenceState has room for are stored, each behind better ones: the first of them, however many
+    that are, are the best tree of so many nodes.
+    """
 
     def __init__(self, state: SequenceState) -> None:
         assert state.tree is not None
-        self.state, self.parents, self.depth = state, state.tree.parents, state.tree.depth
+        self.state, self.parents = state, state.tree.parents
         self.nodes = state.drafts.shape[1]
         self.beams = beams_of(self.nodes)
         self._sampler = Sampler(state.sampling)

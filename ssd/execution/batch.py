@@ -33,6 +33,7 @@ class Batch:
     starts: list[int]  # position of the first query token; -1: that of the last decided token
     num_queries: list[int]
     num_logits: list[int]  # logit rows: those of the last query tokens
+    trees: bool = False  # drafts are trees
 
     @classmethod
     def of(cls, works: Seq[Work]) -> Batch:
@@ -41,6 +42,7 @@ class Batch:
             [-1 if work.is_decode or work.start is None else work.start for work in works],
             [work.num_queries for work in works],
             [work.num_logits for work in works],
+            any(work.proposal.parents is not None for work in works),
         )
 
     @functools.cached_property
@@ -72,8 +74,8 @@ class BatchInputs:
 
     `gather`: logits of selected rows only; otherwise every row has logits, in order. `prefill`: sequences may have many
     query tokens; at most `decode_tiles` tiles are then of decode size, and the other queries are in larger ones.
-    `groups`: of layers, each with KV slots of its own. `tree_depth`: of drafts that are trees; their rows are in tiles
-    of decode size.
+    `groups`: of layers, each with KV slots of its own. `tree_depth`: of drafts that are trees, whose rows are in tiles
+    of decode size; 0: drafts are chains.
     """
 
     @torch.inference_mode(False)  # so that they can be written to inside and outside of inference mode
@@ -250,7 +252,8 @@ class BatchInputs:
         """Accepts the longest correct prefix of every draft and appends it to the state; `out` is for the host."""
         rounds, of_tree = kernels(state.device).rounds, {}
         if state.tree is not None:
-            of_tree = {"parents": state.tree.parents, "path": state.tree.path, "decided_slot": self._decided[0]}
+            parents = state.tree.parents if self.tree is not None else state.tree.of_chain
+            of_tree = {"parents": parents, "path": state.tree.path, "decided_slot": self._decided[0]}
         (rounds.accept_node if of_tree else rounds.accept)(
             state.view,
             chosen=chosen,

@@ -63,9 +63,11 @@ class HeadFeatures(Features):
         self._kept = state.lookahead + 1  # a draft and the token before it
         self._state = state
         shape = (state.num_slots + 1, self._kept, head.config.hidden_size)
-        # Of position p at p % kept. Of trees, the rows of the last forward pass: the accepted ones are not known yet.
+        # Of position p at p % kept. Where drafts may be trees, the rows of the last forward pass: which of them are
+        # accepted is not known yet.
         self._fused = torch.zeros(shape, dtype=head.dtype, device=head.device)
         self._start = torch.zeros(shape[0], dtype=torch.int32, device=head.device)  # first position with a feature
+        self._before: dict[int, torch.Tensor] = {}  # by rows of a batch of chains: the row before each
 
     def admit(self, slot: int, start: int) -> None:
         self._start[slot].fill_(start)
@@ -82,10 +84,17 @@ class HeadFeatures(Features):
         last = self._state.tree.path.gather(1, (accepted - 1).clamp(min=0)[:, None].long())[:, 0]
         return torch.where(accepted > 0, last + 1, 0)
 
+    def _row_before(self, rows: int) -> torch.Tensor:
+        if rows not in self._before:
+            self._before[rows] = torch.arange(-1, rows - 1, dtype=torch.int32, device=self.head.device).clamp_(min=0)
+        return self._before[rows]
+
     def store(self, inputs: BatchInputs, batch: DeviceBatch, buffer: torch.Tensor) -> None:
         """Also keeps the last features."""
-        rows = inputs.tree
-        tree = None if rows is None else TreeRows(inputs["starts"], rows.before, self._last_rows())
+        tree = None
+        if self._state.tree is not None:
+            before = self._row_before(inputs.rows) if inputs.tree is None else inputs.tree.before
+            tree = TreeRows(inputs["starts"], before, self._last_rows())
         hidden, mapping = kernels(self.head.device).features.shift_and_keep(
             self.head.fuse(buffer),
             row_work=inputs["row_work"],

@@ -8,22 +8,23 @@ from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, Protocol
 
 import torch
 
+from ssd.config import MOST_TREE_ROWS
 from ssd.execution.batch import FEW_QUERIES, Batch, BatchInputs, TileSizes
 from ssd.execution.clock import Clock
 from ssd.execution.features import Features
 from ssd.execution.graphs import PREFILL_BUCKETS, BatchGraph, BatchGraphs, row_buckets
 from ssd.execution.state import DeviceBlockTables, SequenceState
-from ssd.models.decoder import Decoder
+from ssd.models.decoder import Decoder, KVCache
 
 # Rows of eager batches: one of each number that has kernels of its own (`kernels.linear`, `kernels.cublaslt`).
 _EAGER_SIZES = (1, *range(8, 128, 8), *range(129, 512, 64), *(n * 2**i // 2 + 1 for i in range(9, 16) for n in (2, 3)))
-_SIZES = 6  # of eager inputs
+_SIZES = 7  # of eager inputs
 _MOST_INPUTS = 64  # that are kept on a CPU
 _HEAD_ROWS = 128  # whose logits are computed at a time, where those of all rows are wanted
 
@@ -95,7 +96,8 @@ class ModelRunner:
         """`tables`: those of another model, whose KV blocks have the same numbers."""
         self.decoder = decoder
         self.state = state
-        self.tree_depth = state.tree.depth if state.tree is not None else 0
+        # Of drafts that it verifies; what has scratch slots is a draft model itself.
+        self.tree_depth = state.tree.depth if state.tree is not None and not scratch_slots else 0
         self.block_size = block_size
         self.vocab_size = decoder.config.vocab_size
         self.num_blocks = num_blocks
@@ -109,6 +111,7 @@ class ModelRunner:
         self.followers: Followers | None = None  # on rank 0 of a split model
         self.graphs: BatchGraphs | None = None  # of decode-size batches
         self.prefill_graphs: BatchGraphs | None = None
+        self.tree_graphs: dict[bool, BatchGraphs] = {}  # of batches whose drafts are trees, by whether they are prefill
         self._last_inputs: OrderedDict[tuple[int, ...], BatchInputs] = OrderedDict()  # on a CPU, by their sizes
 
     def for_state(self, state: SequenceState, tables: DeviceBlockTables, scratch_slot: int) -> ModelRunner:
@@ -125,25 +128,31 @@ class ModelRunner:
             tiles=self.tile_sizes(),
             device=self.decoder.device,
             groups=len(self.decoder.kv_groups),
-            tree_depth=self.tree_depth,
         )
+        most = most_of_chains = self.max_decode_rows
+        if self.tree_depth:
+            most_of_chains = min(most, self.state.num_slots * (1 + self.tree_depth))
+            for prefill, sizes in ((False, row_buckets(min(most, MOST_TREE_ROWS))), (True, PREFILL_BUCKETS)):
+                self.tree_graphs[prefill] = make(sizes, most=most, prefill=prefill, tree_depth=self.tree_depth)
         if not prefill_only:
-            buckets, most = row_buckets(self.max_decode_rows), self.max_decode_rows
-            self.graphs = make(buckets, most=most, prefill=False)
-        most = 1 if prefill_only else self.max_decode_rows
-        self.prefill_graphs = make(PREFILL_BUCKETS, most=most, prefill=True)
+            self.graphs = make(row_buckets(most_of_chains), most=most_of_chains, prefill=False)
+        self.prefill_graphs = make(PREFILL_BUCKETS, most=1 if prefill_only else most_of_chains, prefill=True)
+
+    def all_graphs(self) -> list[BatchGraphs]:
+        """Those that were planned, the largest first: the others reuse their memory."""
+        graphs = *self.tree_graphs.values(), self.graphs, self.prefill_graphs
+        return [each for each in graphs if each is not None]
 
     def rehearse(self, max_tokens: int) -> None:
         """Forward passes of padding, of all sizes that have kernels of their own, up to `max_tokens` rows."""
         with self.decoder.distinct_layers():
-            for graphs in (self.graphs, self.prefill_graphs):
-                for inputs in graphs.inputs.values() if graphs is not None else ():
+            for graphs in self.all_graphs():
+                for inputs in graphs.inputs.values():
                     self._compute(inputs)
-            most = self.max_decode_rows if self.graphs is None else 0
+            most = self.max_decode_rows if self.graphs is None or self.tree_graphs else 0
             for rows in (n for n in _EAGER_SIZES if n <= most):
-                self._rehearse_eagerly(
-                    Batch([self.state.padding] * rows, [0] * rows, [1] * rows, [1] * rows), prefill=False
-                )
+                batch = Batch([self.state.padding] * rows, [0] * rows, [1] * rows, [1] * rows)
+                self._rehearse_eagerly(batch, prefill=False)
             longest = self.state.token_ids.shape[1]
             for rows in sorted({min(n, max_tokens) for n in _EAGER_SIZES}):
                 lengths = [min(longest, rows - first) for first in range(0, rows, longest)]
@@ -152,15 +161,17 @@ class ModelRunner:
                 self._rehearse_eagerly(batch, prefill=True)
 
     def _rehearse_eagerly(self, batch: Batch, *, prefill: bool) -> None:
-        inputs = self._eager_inputs(self._sizes(batch, prefill=prefill))
-        inputs.write(batch)  # the padding slot has no KV blocks
-        self._compute(inputs)
+        for trees in (False, True) if self.tree_depth else (False,):
+            own = replace(batch, trees=trees)
+            inputs = self._eager_inputs(self._sizes(own, prefill=prefill))
+            inputs.write(own)  # the padding slot has no KV blocks
+            self._compute(inputs)
 
     def capture(self) -> None:
         """Captures the graphs that were planned. Their kernels must have run, or have been compiled."""
         pool = None
-        for graphs in (self.graphs, self.prefill_graphs):
-            pool = graphs.capture(self._compute, pool) if graphs is not None else pool
+        for graphs in self.all_graphs():
+            pool = graphs.capture(self._compute, pool)
 
     @torch.inference_mode()
     def capture_in_part(self, stream: torch.cuda.Stream, most_rows: int) -> None:
@@ -196,8 +207,10 @@ class ModelRunner:
         last = next(reversed(self._last_inputs.items()), None)
         if last is not None and last[1].holds(batch):  # the same sequences decode
             return Staged(last[1], last[0])
-        decode_size = batch.max_queries <= self._few_queries and batch.num_rows <= self.max_decode_rows
+        decode_size = batch.max_queries <= self._few_queries(batch) and batch.num_rows <= self.max_decode_rows
         graphs = self.graphs if decode_size and self.graphs is not None else self.prefill_graphs
+        if batch.trees:
+            graphs = self.tree_graphs.get(not decode_size)
         if graphs is not None and graphs.takes(batch):
             found = graphs.of(batch.num_rows)
             found.inputs.write(batch)
@@ -218,10 +231,11 @@ class ModelRunner:
         return Staged(found.inputs, key, found)
 
     def _sizes(self, batch: Batch, *, prefill: bool) -> tuple[int, ...]:
-        """Sizes of eager inputs: rows, logit rows, works, decode-size tiles, `gather`, `prefill`."""
+        """Sizes of eager inputs: rows, logit rows, works, decode-size tiles, `gather`, `prefill`, `trees`."""
         tile, rows, logits = self.tile_sizes().decode, batch.num_rows, batch.num_logit_rows
-        few = sum(-(-count // tile) for count in batch.num_queries if not prefill or count <= self._few_queries)
-        return rows, logits, len(batch.slots), few, int(logits < rows), int(prefill)
+        most = self._few_queries(batch)
+        few = sum(-(-count // tile) for count in batch.num_queries if not prefill or count <= most)
+        return rows, logits, len(batch.slots), few, int(logits < rows), int(prefill), int(batch.trees)
 
     def _eager_inputs(self, sizes: tuple[int, ...]) -> BatchInputs:
         """Tensors of the size of a batch. On a CPU those of the last sizes are used again: recordings know where they
@@ -229,7 +243,7 @@ class ModelRunner:
         if sizes in self._last_inputs:
             self._last_inputs.move_to_end(sizes)
             return self._last_inputs[sizes]
-        rows, logits, works, few, gather, prefill = sizes
+        rows, logits, works, few, gather, prefill, trees = sizes
         made = BatchInputs(
             rows,
             logits,
@@ -240,7 +254,7 @@ class ModelRunner:
             decode_tiles=few,
             device=self.decoder.device,
             groups=len(self.decoder.kv_groups),
-            tree_depth=self.tree_depth,
+            tree_depth=self.tree_depth if trees else 0,
         )
         if self.decoder.device.type == "cpu":
             self._last_inputs[sizes] = made
@@ -274,9 +288,8 @@ class ModelRunner:
                 read(forward, first, logits)
         return forward
 
-    @property
-    def _few_queries(self) -> int:
-        return max(FEW_QUERIES, 1 + self.state.lookahead if self.tree_depth else 0)
+    def _few_queries(self, batch: Batch) -> int:
+        return max(FEW_QUERIES, 1 + self.state.lookahead if batch.trees else 0)
 
     def move_accepted(self, inputs: BatchInputs) -> None:
         """Moves the KV of accepted nodes of trees, and that of the draft in the same blocks, to their positions."""
@@ -285,15 +298,18 @@ class ModelRunner:
 
     @functools.cached_property
     def _caches(self) -> list[torch.Tensor]:
-        """By group of layers: address of each tensor, and bytes of a token in it."""
+        """By group of layers, those of a draft in the same blocks among the first one's: see `_cache_table`."""
         found = []
         for number, group in enumerate(self.decoder.kv_groups):
-            tensors = [tensor for i in group.layers for tensor in self.kv[i]]
-            if self.features is not None and number == 0:
-                tensors += [tensor for layer in self.features.kv for tensor in layer]
-            sizes = [(each.data_ptr(), each[0, 0].numel() * each.element_size()) for each in tensors]
-            found.append(torch.tensor(sizes, dtype=torch.int64, device=self.decoder.device).view(-1, 2))
+            layers = [self.kv[i] for i in group.layers]
+            layers += self.features.kv if self.features is not None and number == 0 else []
+            found.append(_cache_table(layers, self.decoder.device))
         return found
+
+    @functools.cached_property
+    def own_caches(self) -> torch.Tensor:
+        """Of a draft model, all layers of which have the same KV slots: see `_cache_table`."""
+        return _cache_table(self.kv, self.decoder.device)
 
     def wait(self, clock: Clock) -> None:
         """Waits for the device."""
@@ -318,3 +334,9 @@ class ModelRunner:
     def tile_sizes(self) -> TileSizes:
         ops, heads = self.decoder.ops, self.decoder.heads
         return TileSizes(decode=ops.tile_tokens(heads, prefill=False), prefill=ops.tile_tokens(heads, prefill=True))
+
+
+def _cache_table(kv: KVCache, device: torch.device) -> torch.Tensor:
+    """Address of each tensor, and bytes of a token in it: int64 [tensors, 2]."""
+    sizes = [(each.data_ptr(), each[0, 0].numel() * each.element_size()) for layer in kv for each in layer]
+    return torch.tensor(sizes, dtype=torch.int64, device=device).view(-1, 2)

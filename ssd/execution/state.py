@@ -24,6 +24,7 @@ class TreeState(NamedTuple):
     """What a draft that is a tree has beside its tokens: int32 [slots, nodes]."""
 
     parents: torch.Tensor  # index of the node that each is behind; -1: the last decided token
+    of_chain: torch.Tensor  # the same of drafts that are chains
     path: torch.Tensor  # nodes accepted in the last round, `num_accepted` of them
     depth: int  # most nodes of a path
 
@@ -41,7 +42,7 @@ class SequenceState:
         device: torch.device,
         tree_depth: int = 0,
     ) -> None:
-        """`lookahead`: tokens of a draft, or nodes of a draft tree of `tree_depth` (0: drafts are chains)."""
+        """`lookahead`: tokens of a draft, or nodes of a draft tree of `tree_depth` (0: all drafts are chains)."""
         self.device = device
         self.num_slots = num_slots
         self.padding = num_slots  # the slot that padding uses
@@ -57,9 +58,11 @@ class SequenceState:
         self.confidence = torch.zeros(shape, dtype=torch.float32, device=device)  # of each draft token, at least 0
         self.origin = self._zeros(num_slots + 1)  # `Origin` of the draft
         self.num_accepted = self._zeros(num_slots + 1)  # draft tokens accepted in the last round
-        self.tree: TreeState | None = None
+        self.tree: TreeState | None = None  # where drafts may be trees
         if tree_depth:
-            self.tree = TreeState(self._zeros(num_slots + 1, width), self._zeros(num_slots + 1, width), tree_depth)
+            parents, path = self._zeros(*shape), self._zeros(*shape)
+            of_chain = torch.arange(-1, width - 1, dtype=torch.int32, device=device).repeat(num_slots + 1, 1)
+            self.tree = TreeState(parents, of_chain, path, tree_depth)
         self.view = StateView(self.length, self.token_ids, self.drafts, self.confidence, self.origin, self.num_accepted)
         self.sampling = SamplingColumns(num_slots + 1, vocab_size, device)
 

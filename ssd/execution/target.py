@@ -6,6 +6,7 @@ returns one outcome per work.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from ssd.core import Origin, Outcome, PromptPart, Sequence, TokenLogprobs, Work
 from ssd.errors import ConfigError
 from ssd.execution.batch import Batch, BatchInputs
 from ssd.execution.clock import Clock, now
-from ssd.execution.graphs import BatchGraph, BatchGraphs, capture
+from ssd.execution.graphs import BatchGraph, capture
 from ssd.execution.host_copy import HostCopy
 from ssd.execution.prompts import PromptReads
 from ssd.execution.runner import Forward, Keep, ModelRunner, Staged
@@ -91,10 +92,9 @@ class Target:
     @torch.inference_mode()
     def rehearse(self) -> None:
         """Decisions on padding, of all sizes that have kernels of their own."""
-        inputs = [inputs for graphs in self._graphs() for inputs in graphs.inputs.values()]
-        for n in (1, self.runner.max_decode_rows):  # without a graph
-            tiles = self.runner.tile_sizes()
-            depth, device = self.runner.tree_depth, self.state.device
+        inputs = [inputs for graphs in self.runner.all_graphs() for inputs in graphs.inputs.values()]
+        tiles, device = self.runner.tile_sizes(), self.state.device
+        for n, depth in itertools.product((1, self.runner.max_decode_rows), {0, self.runner.tree_depth}):  # no graphs
             inputs.append(BatchInputs(n, n, works=n, tiles=tiles, gather=True, device=device, tree_depth=depth))
         with self.state.sampling.tables():
             for each in inputs:
@@ -109,21 +109,18 @@ class Target:
 
     def capture(self) -> None:
         """Captures the graphs of the usual decisions, so that no request waits for them."""
-        for graphs in self._graphs():
+        for graphs in self.runner.all_graphs():
             for rows in graphs.buckets:
                 found = graphs.of(rows)
                 found.inputs.clear()
                 for needs in (Needs(), Needs(truncated=True)):
                     self._capture(Forward(found.inputs, found.logits, found), needs)
 
-    def _graphs(self) -> list[BatchGraphs]:
-        return [graphs for graphs in (self.runner.graphs, self.runner.prefill_graphs) if graphs is not None]
-
     def pin(self, rates: Seq[float]) -> None:
         """Draws from now on how many draft tokens are accepted, see `PinnedAcceptance`; while no round is in flight."""
         state = self.state
         if state.tree is not None:
-            raise ConfigError("acceptance is drawn for chains only: leave speculation tree out")
+            raise ConfigError("acceptance is drawn for chains only: leave trees out")
         if self._pinned is None:
             empty = torch.zeros(state.drafts.shape[1], dtype=torch.float32, device=state.device)
             self._pinned = PinnedAcceptance(empty, self.vocab_size)
@@ -243,7 +240,7 @@ class Target:
         if self._pinned is not None:
             chosen = self._pinned.choices(chosen, rows)
         inputs.accept(chosen, state, out)
-        if state.tree is not None:
+        if inputs.tree is not None:
             self.runner.move_accepted(inputs)
         if needs.adjusted:
             width = state.drafts.shape[1] + 1
@@ -268,7 +265,8 @@ class HostLogits:
         if not found:
             return None
         slots = to_device(np.array([work.slot for work in found.values()]), state.device)
-        return cls(found, HostCopy(state.drafts[slots], *([] if state.tree is None else [state.tree.parents[slots]])))
+        tree = state.tree if Batch.of(works).trees else None
+        return cls(found, HostCopy(state.drafts[slots], *([] if tree is None else [tree.parents[slots]])))
 
     def apply(self, logits: torch.Tensor, starts: Seq[int], sampler: Sampler) -> None:
         """Changes their logits in place, first by the processors; `starts`: the first logit row of every work."""
@@ -366,13 +364,14 @@ class _Launched:
             return None
         count, drafted = row[0], work.proposal.num_tokens
         tokens = tuple(row[2 : 2 + count])
-        first, nodes = 3 + self.width, row[3 + 2 * self.width :][: count - 1]
+        first, is_tree = 3 + self.width, work.proposal.parents is not None
+        nodes = tuple(row[first + self.width :][: count - 1]) if is_tree else ()
         draft = row[first : first + drafted]
         if nodes:
             draft = [*(draft[i] for i in nodes), *(token for i, token in enumerate(draft) if i not in nodes)]
         origin = Origin(row[1]) if work.proposal.num_on_device else work.proposal.origin
         details = self.logprobs.of(i, tokens) if self.logprobs is not None else ()
-        return Outcome(tokens, details, tuple(draft), origin)
+        return Outcome(tokens, details, tuple(draft), origin, nodes)
 
 
 def upload_drafts(state: SequenceState, works: Seq[Work]) -> None:

@@ -228,12 +228,15 @@ class BlockGraft(DraftGraft, BlockCheckpoint):
             layers=config.layers[:1] * max(_BLOCK_LAYERS, config.num_layers),
             draft_vocab_size=config.vocab_size,
             markov_rank=max(_MARKOV_RANK, config.markov_rank) if config.markov else 0,
+            confidence_inputs=0,
         )
 
     def _obstacles(self, big: FeatureConfig) -> Iterator[str]:
         small = self.base.config
         if small.selector is not None or small.markov not in (None, "vanilla"):
             yield "it is no DFlash draft, nor DSpark with a vanilla Markov head"
+        if small.causal_layers or any(layer.attention.window for layer in small.layers):
+            yield "it has sliding windows or causal layers"
         if small.draft_vocab_size != small.vocab_size:
             yield f"its draft_vocab_size={small.draft_vocab_size} is not the target's {small.vocab_size}"
         yield from super()._obstacles(big)

@@ -243,14 +243,15 @@ def _graft_json(graft: GraftCheckpoint, dtype: torch.dtype) -> dict[str, Any]:
 
 def draft_json(config: FeatureConfig, dtype: torch.dtype) -> dict[str, Any]:
     """The config.json of a draft on features, in the spelling of transformers 4."""
-    rope = _rope_parameters(config.attention.rope)
+    equal = config.with_layers(window=None)  # for what all layers have in common
+    attention, rope = equal.attention, _rope_parameters(equal.attention.rope)
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
     assert isinstance(config, EagleConfig | BlockConfig)
-    return config_json(config, dtype) | {
-        "model_type": "qwen3" if config.attention.qk_norm else "llama",
+    return config_json(equal, dtype) | {
+        "model_type": "qwen3" if attention.qk_norm else "llama",
         "draft_vocab_size": config.draft_vocab_size,
         "rope_theta": rope["rope_theta"],
-        "rope_scaling": scaling if config.attention.rope.scaling != "default" else None,
+        "rope_scaling": scaling if attention.rope.scaling != "default" else None,
         **(_eagle_json(config) if isinstance(config, EagleConfig) else _block_json(config)),
     }
 
@@ -278,11 +279,29 @@ def _block_json(config: BlockConfig) -> dict[str, Any]:
         own |= dict(zip(SELECTOR_FIELDS, vars(config.selector).values(), strict=True))
     if config.markov is not None:
         own |= {"markov_rank": config.markov_rank, "markov_head_type": config.markov}
+    if config.confidence_inputs:
+        reads_token = config.confidence_inputs > config.hidden_size
+        own |= {"enable_confidence_head": True, "confidence_head_with_markov": reads_token}
     return {
         "architectures": [names[config.family]],
         "block_size": config.block_size,
         "sample_from_anchor": config.anchored,
         **(own if config.family == "dspark" else {"dflash_config": own}),
+        **_block_windows_json(config),
+    }
+
+
+def _block_windows_json(config: BlockConfig) -> dict[str, Any]:
+    """Where layers with windows are causal, and no others, that is not stated."""
+    windows = [layer.attention.window for layer in config.layers]
+    causal = [i in config.causal_layers for i in range(config.num_layers)]
+    if not any(windows) and not any(causal):
+        return {}
+    sizes = (w - (0 if own else config.block_size) for w, own in zip(windows, causal, strict=True) if w is not None)
+    return {
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+        "sliding_window": next(sizes, None),
+        **({"is_causal": causal[0]} if len(set(causal)) == 1 else {}),
     }
 
 

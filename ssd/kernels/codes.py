@@ -24,6 +24,7 @@ TargetFormat = Literal["fp8", "fp8_dynamic", "int8", "int4"]  # likewise a targe
 CodeType = Literal["fp8", "fp4", "int8", "int4", "uint4"]  # what codes are: e4m3, e2m1, or integers
 ROW_LIMITS: Final[dict[RowType, tuple[float, float]]] = {"fp8": (-448.0, 448.0), "int8": (-128.0, 127.0)}
 _FP8_MAX: Final = 448.0
+_FRACTION: Final = (1 << 23) - 1  # bits of a float32 below its exponent
 LEAST_SCALE: Final = 2.0**-120  # a row of zeros has it, too
 _CHUNK: Final = 1 << 24  # weights quantised at a time: bounds the memory of float32 copies
 
@@ -52,7 +53,7 @@ class Codes:
         """Weights of one scale."""
         return self.values.shape[1] // self.scales.shape[1]
 
-    def rows(self, index: torch.Tensor) -> Codes:
+    def rows(self, index: torch.Tensor | slice) -> Codes:
         offsets = None if self.offsets is None else self.offsets[index]
         factors = None if self.factors is None else Factors(*(each[:, index] for each in self.factors))
         return replace(self, values=self.values[index], scales=self.scales[index], offsets=offsets, factors=factors)
@@ -135,11 +136,17 @@ def rounded_rows(x: torch.Tensor, how: RowRounding) -> RoundedRows:
     groups = x.float().view(len(x), -1, how.group or x.shape[1])
     if how.scale is None:
         scales = (groups.abs().amax(2, keepdim=True) / highest).clamp_min(LEAST_SCALE)
+        scales = next_power(scales) if how.powers else scales
     else:
         scales = how.scale[:, None]
     scaled = (groups / scales).clamp(lowest, highest)
     rounded = scaled.to(torch.float8_e4m3fn).float() if how.kind == "fp8" else scaled.round()
     return RoundedRows(rounded.flatten(1).to(x.dtype), scales[:, :, 0].expand(len(x), -1))
+
+
+def next_power(scales: torch.Tensor) -> torch.Tensor:
+    """The powers of two that are not below these float32 numbers, which are normal and positive."""
+    return ((scales.view(torch.int32) + _FRACTION) & ~_FRACTION).view(torch.float32)
 
 
 def _encode_fp8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,11 +29,13 @@ class RowRounding:
     """What rows are rounded to before a product: e4m3 or integers of 8 bits.
 
     `group`: columns of one scale, that of their largest number; None: all columns. `scale`: this one [1, 1] instead.
+    `powers`: scales are rounded up to powers of two (ue8m0).
     """
 
     kind: RowType = "fp8"
     group: int | None = None
     scale: torch.Tensor | None = None
+    powers: bool = False
 
 
 def rows_and_scales(

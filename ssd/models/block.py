@@ -1,25 +1,27 @@
 """Block drafts (DFlash, DFlash 2, DSpark): a whole draft in one forward pass, from hidden states of the target.
 
-A block of queries, the last token and then masks, attends to all positions before it and, both ways, to itself. Keys
-and values of the positions before it are made of features (`ssd.models.feature_draft`) by each layer's own projections;
-those of the block are of no use after the pass. In DFlash each mask predicts the token in its own place; in DSpark
-(`anchored`) each query predicts the next one, and a Markov head adds to the logits what follows from the token before.
-In DFlash 2 convolutions along the block surround attention and MLP, and a selector scores the likeliest tokens of each
-place by the token that was chosen before.
+A block of queries, the last token and then masks, attends to all positions before it and, both ways, to itself; layers
+may have sliding windows, and be causal. Keys and values of the positions before it are made of features
+(`ssd.models.feature_draft`) by each layer's own projections; those of the block are of no use after the pass. In DFlash
+each mask predicts the token in its own place; in DSpark (`anchored`) each query predicts the next one, and a Markov
+head adds to the logits what follows from the token before. In DFlash 2 convolutions along the block surround attention
+and MLP, and a selector scores the likeliest tokens of each place by the token that was chosen before.
 
 Loads the layouts of the DFlash authors, of DeepSpec, and of speculators.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Literal, Protocol
 
 import torch
 
 from ssd.errors import ConfigError, UnsupportedModel
+from ssd.kernels.device import kernels
 from ssd.kernels.ops import DeviceBatch, ExpertOutputs
 from ssd.layers.attention import LayerKV
 from ssd.layers.linear import ColumnLinear, Embedding
@@ -27,16 +29,18 @@ from ssd.layers.mlp import MLP
 from ssd.layers.norm import RMSNorm
 from ssd.layers.parameter import Build, LazyTensor, Parameter
 from ssd.layers.rotary import RopeTables
-from ssd.layers.spec import LayerSpec
+from ssd.layers.spec import GQASpec, LayerSpec
 from ssd.models.checkpoint import Weights
 from ssd.models.decoder import DecoderLayer, KVCache
-from ssd.models.families import block_kind, decoder_config
-from ssd.models.feature_draft import FeatureCheckpoint, FeatureConfig, FeatureDraft, Shared, full_attention, layer_ids
+from ssd.models.families import block_kind, decoder_config, typed_windows
+from ssd.models.feature_draft import FeatureCheckpoint, FeatureConfig, FeatureDraft, Shared, layer_ids
 from ssd.models.fields import (
     FACTOR,
     FLAG,
+    LAYERS,
     LIST,
     OBJECT,
+    POSITIONS,
     TEXT,
     TOKEN_ID,
     VOCABULARY,
@@ -62,11 +66,26 @@ _FIELDS: Final[Mapping[str, Field]] = {
     "mask_token_id": TOKEN_ID,
     "draft_vocab_size": VOCABULARY,
     "sample_from_anchor": FLAG,
+    "sliding_window_non_causal": FLAG,
+    "is_causal": FLAG,
     "markov_rank": WIDTH,
     "markov_head_type": TEXT,
 }
+_LAYER_FIELDS: Final[Mapping[str, Field]] = {
+    "num_hidden_layers": LAYERS,
+    "layer_types": LIST,
+    "sliding_window": POSITIONS,
+}
+_NESTED_FIELDS: Final[Mapping[str, Field]] = {
+    "block_size": _BLOCK,
+    "swa_window_size": POSITIONS,
+    "use_swa": FLAG,
+    "causal": FLAG,
+    "is_causal": FLAG,
+    "attention_sink_bias": FLAG,
+}
 _UNUSED: Final = ("embed_tokens.weight", "lm_head.weight")  # of a draft with the target's vocabulary: copies
-_CONFIDENCE: Final = "confidence_head."
+_CONFIDENCE: Final = "confidence_head.proj"
 SELECTOR_FIELDS: Final[Mapping[str, Field]] = {  # of a config.json, in the order of SelectorSpec's
     "conv_kernel_size": size(64),
     "conv_group_size": WIDTH,
@@ -103,6 +122,8 @@ class BlockConfig(FeatureConfig):
     markov: MarkovKind | None = None
     markov_rank: int = 0
     selector: SelectorSpec | None = None  # of DFlash 2
+    confidence_inputs: int = 0  # of a confidence head; 0: there is none
+    causal_layers: tuple[int, ...] = ()  # in which a query sees no later ones of its block
 
     def make(self, build: Build, max_positions: int, shared: Shared | None = None) -> BlockDraft:
         return BlockDraft(self, build, max_positions=max_positions, shared=shared)
@@ -138,7 +159,7 @@ class MarkovHead:
     def __init__(self, build: Build, config: BlockConfig) -> None:
         rank, width, name = config.markov_rank, config.hidden_size, "markov_head"
         self.kind = config.markov
-        self._before = Embedding(build, f"{name}.markov_w1", config.vocab_size, rank, embedding=True)
+        self.before = Embedding(build, f"{name}.markov_w1", config.vocab_size, rank, embedding=True)
         self._after = Embedding(build, f"{name}.markov_w2", config.draft_vocab_size, rank, head=True)
         outputs, inputs = (3 * rank, 2 * rank + width) if self.kind == "rnn" else (rank, rank + width)
         layer = "joint_proj" if self.kind == "rnn" else "gate_proj"
@@ -147,7 +168,7 @@ class MarkovHead:
         self._state: torch.Tensor | None = None
 
     def parameters(self) -> Iterator[Parameter]:
-        yield from (self._before, self._after)
+        yield from (self.before, self._after)
         if self._gate is not None:
             yield self._gate
 
@@ -160,7 +181,7 @@ class MarkovHead:
             self._state = self._state[rows]
 
     def logits(self, own: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        return own + self._bias(self._before.embed(tokens), hidden)
+        return own + self._bias(self.before.embed(tokens), hidden)
 
     def _bias(self, e: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         if self._gate is None:
@@ -173,6 +194,32 @@ class MarkovHead:
         keep = torch.sigmoid(keep)
         self._state = keep * state + (1 - keep) * torch.tanh(new)
         return self._after.logits(torch.tanh(out).contiguous())
+
+
+class ConfidenceHead:
+    """The chance that a token is accepted if all before it are, by its query's states and perhaps the token before."""
+
+    loaded: ClassVar[tuple[str, ...]] = ("weight", "bias")
+
+    def __init__(self, build: Build, inputs: int, before: Embedding | None) -> None:
+        """`before`: the Markov head's embedding of the token before; None: it is not read."""
+        self._before = before
+        self.weight, self.bias = (torch.empty(0, device=build.device) for _ in range(2))  # until they are loaded
+        self._shapes = {f"{_CONFIDENCE}.weight": (1, inputs), f"{_CONFIDENCE}.bias": (1,)}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return dict(self._shapes)
+
+    def load(self, name: str, tensor: torch.Tensor | LazyTensor) -> None:
+        setattr(self, name.rpartition(".")[2], tensor[(slice(None),)].to(self.weight))
+
+    def num_bytes(self) -> int:
+        return sum(map(math.prod, self._shapes.values())) * self.weight.itemsize
+
+    def __call__(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Float32 [rows]; `tokens`: the one before each row."""
+        read = states if self._before is None else torch.cat((states, self._before.embed(tokens)), dim=1)
+        return torch.nn.functional.linear(read.float(), self.weight, self.bias)[:, 0].sigmoid()
 
 
 class Selector:
@@ -222,17 +269,11 @@ class Convolution:
     def num_bytes(self) -> int:
         return 2 * self._spec.taps * self._width * self.base.itemsize
 
-    def taps(self, x: torch.Tensor) -> torch.Tensor:
-        """Of each row, before and after the sublayer: float32 [rows, 2, taps, width]."""
-        change = self.projection(x).view(len(x), 2, self._spec.taps, -1).float()
-        return self.base.float() + change.repeat_interleave(self._spec.group, dim=-1)
-
-    def apply(self, x: torch.Tensor, taps: torch.Tensor, queries: int) -> torch.Tensor:
-        """Over the rows of each block, which has so many."""
-        blocks = x.float().view(-1, queries, self._width)
-        own = taps.view(-1, queries, self._spec.taps, self._width)
-        shifted = (torch.nn.functional.pad(blocks, (0, 0, t, 0))[:, :queries] for t in range(self._spec.taps))
-        return sum(own[:, :, t] * each for t, each in enumerate(shifted)).view(x.shape).to(x.dtype)  # type: ignore[union-attr]
+    def __call__(self, x: torch.Tensor, change: torch.Tensor, place: int, queries: int) -> torch.Tensor:
+        """Over the rows of each block, which has so many; `change`: of the taps, `place`: 1 after the sublayer."""
+        convolve = kernels(x.device).features.convolve
+        out: torch.Tensor = convolve(x, change, self.base[place], place=place, queries=queries)
+        return out
 
 
 class ConvolvedLayer(DecoderLayer):
@@ -260,12 +301,11 @@ class ConvolvedLayer(DecoderLayer):
         assert isinstance(self.mlp, MLP)
         normed, residual = self.input_norm(x, residual), x if residual is None else residual
         attention, mlp = self._around
-        taps = attention.taps(normed)
-        out = self.attention(attention.apply(normed, taps[:, 0], self.queries), batch, kv)
-        normed = self.mlp_norm(attention.apply(out, taps[:, 1], self.queries), residual)
-        taps = mlp.taps(normed)
-        out = self.mlp(mlp.apply(normed, taps[:, 0], self.queries))
-        return mlp.apply(out, taps[:, 1], self.queries), residual
+        change = attention.projection(normed)
+        out = self.attention(attention(normed, change, 0, self.queries), batch, kv)
+        normed = self.mlp_norm(attention(out, change, 1, self.queries), residual)
+        change = mlp.projection(normed)
+        return mlp(self.mlp(mlp(normed, change, 0, self.queries)), change, 1, self.queries), residual
 
 
 class BlockDraft(FeatureDraft):
@@ -274,6 +314,7 @@ class BlockDraft(FeatureDraft):
     def __init__(self, config: BlockConfig, build: Build, *, max_positions: int, shared: Shared | None = None) -> None:
         self.block = config
         super().__init__(config, build, max_positions=max_positions, shared=shared)
+        self._batch_of = {i: int(i in config.causal_layers) for i in range(config.num_layers)}
         self.fc = self.feature_projection(build)
         self.hidden_norm = RMSNorm(build, "hidden_norm", config.hidden_size, config.rms_eps)
         self.norm = RMSNorm(build, "norm", config.hidden_size, config.rms_eps)
@@ -285,6 +326,10 @@ class BlockDraft(FeatureDraft):
             self.walk = MarkovHead(build, config)
         elif config.selector is not None:
             self.walk = Selector(build, config, config.selector)
+        self.confidence: ConfidenceHead | None = None
+        if inputs := config.confidence_inputs:
+            before = self.walk.before if isinstance(self.walk, MarkovHead) else None
+            self.confidence = ConfidenceHead(build, inputs, before if inputs > config.hidden_size else None)
 
     def _make_layers(self, build: Build) -> Seq[DecoderLayer]:
         kind = DecoderLayer if self.block.selector is None else ConvolvedLayer
@@ -300,6 +345,8 @@ class BlockDraft(FeatureDraft):
             yield self.head
         if self.walk is not None:
             yield from self.walk.parameters()
+        if self.confidence is not None:
+            yield self.confidence
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         return self.hidden_norm(self.fc(features))
@@ -309,7 +356,8 @@ class BlockDraft(FeatureDraft):
             layer.attention.store(hidden, batch, own)
 
     def states(self, batch: DeviceBatch, kv: KVCache, queries: int) -> torch.Tensor:
-        """The states of a batch's queries, so many in each block, of which `logits` are made."""
+        """The states of a batch's queries, so many in each block, of which `logits` are made. Of a draft with causal
+        layers the batch has another one for these."""
         for layer in self.layers:
             if isinstance(layer, ConvolvedLayer):
                 layer.queries = queries
@@ -347,11 +395,10 @@ class BlockCheckpoint(FeatureCheckpoint):
         return fitting
 
     def weights(self, device: torch.device, dtype: torch.dtype) -> Weights:
-        """Without copies of the target's embedding and head, and without the confidence head: the length of a draft
-        that is verified is chosen by measurements."""
+        """Without copies of the target's embedding and head."""
         unused = _UNUSED if self.config.draft_vocab_size == self.config.vocab_size else _UNUSED[:1]
         for name, tensor in super().weights(device, dtype):
-            if name not in unused and not name.startswith(_CONFIDENCE):
+            if name not in unused:
                 yield name, tensor
 
 
@@ -363,17 +410,17 @@ def block_config(raw: Mapping[str, Any], shapes: Mapping[str, Seq[int]]) -> Bloc
         if name not in shapes:
             raise UnsupportedModel(f"{name} is missing: it is no block draft, or not all of one")
     layer, nested = dict(raw.get("transformer_layer_config") or raw), dict(raw.get("dflash_config") or {})
-    full_attention(layer)
-    for key in ("causal", "use_swa"):
-        if nested.get(key):
-            raise UnsupportedModel(f"dflash_config.{key}=true: ssd runs blocks that see all of themselves")
+    if nested.get("attention_sink_bias"):
+        raise UnsupportedModel("dflash_config.attention_sink_bias=true: ssd runs block drafts without sinks")
+    windows, causal = _windows(raw, nested, layer, kind)
     layer |= {"architectures": None, "model_type": layer.get("model_type") or "qwen3"}
     draft_vocab = layer.pop("draft_vocab_size", None)
     for key in ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers"):
         layer.pop(key, None)
     decoder = decoder_config(layer)
     rank = int(raw.get("markov_rank") or 0) if kind == "dspark" else 0
-    block = raw.get("block_size")
+    block = raw.get("block_size", nested.get("block_size"))
+    check_field("block_size", block, _BLOCK, "config.json")
     mask = raw.get("mask_token_id", nested.get("mask_token_id"))
     check_field("mask_token_id", mask, TOKEN_ID, "config.json")
     if not isinstance(block, int) or not isinstance(mask, int) or mask >= decoder.vocab_size:
@@ -381,8 +428,10 @@ def block_config(raw: Mapping[str, Any], shapes: Mapping[str, Seq[int]]) -> Bloc
             f"block_size={shown(block)}, mask_token_id={shown(mask)}: a block draft has a size and a token of its "
             "vocabulary as mask"
         )
+    sizes = (window and window + (0 if i in causal else block) for i, window in enumerate(windows))
+    layers = tuple(_windowed(each, size) for each, size in zip(decoder.layers, sizes, strict=True))
     config = BlockConfig(
-        **vars(decoder) | {"family": kind, "tie_embeddings": False},
+        **vars(decoder) | {"family": kind, "tie_embeddings": False, "layers": layers},
         draft_vocab_size=raw.get("draft_vocab_size") or draft_vocab or decoder.vocab_size,
         target_hidden_size=decoder.hidden_size,
         feature_layers=_feature_layers(raw, nested, (shapes["fc.weight"] or (0,))[-1] // decoder.hidden_size),
@@ -392,12 +441,44 @@ def block_config(raw: Mapping[str, Any], shapes: Mapping[str, Seq[int]]) -> Bloc
         markov=_markov(raw) if rank else None,
         markov_rank=rank,
         selector=_selector(raw, nested, decoder.hidden_size) if kind == "dflash2" else None,
+        causal_layers=causal,
+        confidence_inputs=(shapes.get(f"{_CONFIDENCE}.weight") or (0,))[-1],
     )
+    if config.confidence_inputs not in (0, config.hidden_size, config.hidden_size + rank):
+        raise UnsupportedModel(
+            f"{_CONFIDENCE}.weight has {config.confidence_inputs} columns: a confidence head reads "
+            f"hidden_size={config.hidden_size} states, and perhaps markov_rank={rank} numbers of the token before"
+        )
     if config.selector is not None and config.draft_vocab_size != config.vocab_size:
         raise UnsupportedModel(f"draft_vocab_size={config.draft_vocab_size}: DFlash 2 has the target's vocabulary")
     if config.most_drafted < 1:
         raise UnsupportedModel(f"block_size={block}: a block of it writes nothing")
     return config
+
+
+def _windowed(layer: LayerSpec, window: int | None) -> LayerSpec:
+    assert isinstance(layer.attention, GQASpec)
+    return replace(layer, attention=replace(layer.attention, window=window))
+
+
+def _windows(
+    raw: Mapping[str, Any], nested: Mapping[str, Any], layer: Mapping[str, Any], kind: str | None
+) -> tuple[list[int | None], tuple[int, ...]]:
+    """The sliding window of each layer (None: the whole context), and the numbers of the causal ones.
+
+    Layers with windows are causal unless the config says otherwise, the others are not. The window of a causal layer
+    ends at each query, that of another one begins so many positions before the block.
+    """
+    check_fields(layer, _LAYER_FIELDS, "config.json")
+    check_fields(nested, _NESTED_FIELDS, "dflash_config of config.json")
+    count, window = int(layer.get("num_hidden_layers") or 0), nested.get("swa_window_size", layer.get("sliding_window"))
+    types = layer.get("layer_types") or ["full_attention"] * count
+    if nested.get("use_swa") and "sliding_attention" not in types:
+        types = ["sliding_attention"] * count
+    windows = typed_windows(types, count, window)
+    stated = [own for own in (raw.get("is_causal"), nested.get("is_causal"), nested.get("causal")) if own is not None]
+    bidirectional = raw.get("sliding_window_non_causal", kind == "dflash2" and "transformer_layer_config" in raw)
+    return windows, tuple(i for i, own in enumerate(windows) if (stated[0] if stated else own and not bidirectional))
 
 
 def _selector(raw: Mapping[str, Any], nested: Mapping[str, Any], width: int) -> SelectorSpec:

@@ -118,6 +118,7 @@ class Decoder:
         self.head = self.embedding if tied else Embedding(build, "lm_head", config.vocab_size, size, head=True)
         self.kv_groups, self._windowed = config.kv_groups(windowed=windowed), windowed
         self._group_of = {i: g for g, group in enumerate(self.kv_groups) for i in group.layers}  # by layer
+        self._batch_of = self._group_of  # by layer: which of a batch and its `others` it computes
         self._run: Seq[int] = range(len(self.layers))  # the layers of a forward pass
         self.recordings = build.ops.recordings() if self.tp.group is None else None  # of forward passes on a CPU
 
@@ -134,8 +135,8 @@ class Decoder:
 
     @functools.cached_property
     def _planned(self) -> list[int]:
-        """A layer of each kind of attention: group of KV and heads."""
-        kinds = {(self._group_of[i], layer.attention.heads): i for i, layer in enumerate(self.layers)}
+        """A layer of each kind of attention: batch and heads."""
+        kinds = {(self._batch_of[i], layer.attention.heads): i for i, layer in enumerate(self.layers)}
         return list(kinds.values())
 
     def parameters(self) -> Iterator[Parameter]:
@@ -291,10 +292,10 @@ class Decoder:
         """The last product and the residual stream without it, of all rows."""
         batches, residual = (batch, *batch.others), None
         for i in self._planned:
-            self.layers[i].attention.plan(batches[self._group_of[i]], kv[i])
+            self.layers[i].attention.plan(batches[self._batch_of[i]], kv[i])
         x: torch.Tensor | ExpertOutputs = self.embedding.embed(batch.token_ids)
         for i in self._run:
-            x, residual = self.layers[i](x, residual, batches[self._group_of[i]], kv[i])
+            x, residual = self.layers[i](x, residual, batches[self._batch_of[i]], kv[i])
             if i + 1 in features:
                 x = self._combined(x)
                 torch.add(x, residual, out=features[i + 1])

@@ -166,7 +166,7 @@ def gpt_oss(raw: Raw) -> DecoderConfig:
         qkv_bias=bias,
         output_bias=bias,
         sinks=True,
-        windows=_typed_windows(types, count, raw.get("sliding_window", 128)),
+        windows=typed_windows(types, count, raw.get("sliding_window", 128)),
     )
     alpha, limit = (raw.get(name) for name in ("swiglu_alpha", "swiglu_limit"))
     glu = GLU(1.702 if alpha is None else alpha, 7.0 if limit is None else limit, 1.0)
@@ -462,10 +462,10 @@ def _qwen_windows(raw: Raw) -> list[int | None]:
     if types is None:
         full = 28 if raw.get("max_window_layers") is None else raw["max_window_layers"]
         return [window if i >= full else None for i in range(count)]
-    return _typed_windows(types, count, window)
+    return typed_windows(types, count, window)
 
 
-def _typed_windows(types: Seq[object], count: int, window: int | None) -> list[int | None]:
+def typed_windows(types: Seq[object], count: int, window: int | None) -> list[int | None]:
     """The sliding window of each of `count` layers by its type."""
     known: dict[object, int | None] = {"full_attention": None, "sliding_attention": window}
     for kind in types:

@@ -119,13 +119,16 @@ def _fp8(raw: Raw, names: Names) -> FormatOf:
     scheme, block = raw.get("activation_scheme"), raw.get("weight_block_size")
     _check(scheme in ("dynamic", "static"), "activation_scheme", scheme, "dynamic, static")
     _check(raw.get("fmt", "e4m3") == "e4m3", "fmt", raw.get("fmt"), "e4m3")
-    _check(raw.get("scale_fmt") is None, "scale_fmt", raw.get("scale_fmt"), "scales in float32 (no scale_fmt)")
+    powers = raw.get("scale_fmt") is not None
+    _check(raw.get("scale_fmt") in (None, "ue8m0"), "scale_fmt", raw.get("scale_fmt"), "ue8m0, or none")
     if block is None:
+        _check(not powers, "scale_fmt", raw.get("scale_fmt"), "it with weight_block_size only")
         whole = Unpacked("fp8", None, activations=Activations(static=scheme == "static"))
         return _as_stored(raw, names, "weight_scale", lambda name: whole)
     _check(scheme == "dynamic", "activation_scheme", scheme, "dynamic with weight_block_size")
     rows, columns = _block(block, "weight_block_size")
-    blocks = Unpacked("fp8", rows, columns, "weight_scale_inv", activations=Activations(group=columns))
+    activations = Activations(group=columns, powers=powers)
+    blocks = Unpacked("fp8", rows, columns, "weight_scale_inv", activations=activations, powers=powers)
     return _as_stored(raw, names, "weight_scale_inv", lambda name: blocks)
 
 

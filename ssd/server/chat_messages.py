@@ -10,14 +10,13 @@ from typing import Any, Final
 from ssd.server.errors import invalid
 from ssd.server.protocol import Json
 from ssd.text.events import CallArguments, CallBegin, Event, Reasoning, Text
-from ssd.text.harmony import is_harmony
+from ssd.text.message_format import takes_text
 
 ROLES: Final = ("system", "user", "assistant", "tool")
 
 
 def template_message(where: str, given: Json, template: str) -> Json:
-    """A message as chat templates take it: the arguments of tool calls are objects, not JSON text. (Harmony takes the
-    text, as the model has written it.)
+    """A message as chat templates take it: the arguments of tool calls are objects, or JSON text (see `takes_text`).
 
     Beside the roles of the API there are those that the model's template names.
     """
@@ -30,8 +29,9 @@ def template_message(where: str, given: Json, template: str) -> Json:
         return given
     if not isinstance(calls, list):
         raise invalid(f"{where}.tool_calls", "expected a list")
-    checked = [_template_call(f"{where}.tool_calls[{j}]", call) for j, call in enumerate(calls)]
-    return given if is_harmony(template) else {**given, "tool_calls": checked}
+    as_text = takes_text(template)
+    checked = [_template_call(f"{where}.tool_calls[{j}]", call, as_text) for j, call in enumerate(calls)]
+    return {**given, "tool_calls": checked}
 
 
 def checked_call(where: str, call: object) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -42,16 +42,18 @@ def checked_call(where: str, call: object) -> tuple[Mapping[str, Any], Mapping[s
     return call, function
 
 
-def _template_call(where: str, given: object) -> Json:
+def _template_call(where: str, given: object, as_text: bool) -> Json:
     call, function = checked_call(where, given)
-    arguments = function.get("arguments", {})
+    stated = function.get("arguments", {})
     try:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = json.loads(stated) if isinstance(stated, str) else stated
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, Mapping):
         raise invalid(f"{where}.function.arguments", "expected a JSON object as text")
-    return {**call, "function": {**function, "arguments": arguments}}
+    if as_text:
+        arguments = stated if isinstance(stated, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
 def message_fields(events: Iterable[Event]) -> Json:

@@ -51,7 +51,9 @@ class ServerOptions:
             'The same as JSON, or @FILE, before those of the model: \'{"temperature": 0.6, "top_p": 0.95}\'.'
         ),
     )
-    tool_parser: Literal["auto", "llama3", "hermes", "json", "fenced"] = option(
+    tool_parser: Literal[
+        "auto", "glm", "hermes", "llama3", "deepseek_v3", "deepseek_v31", "kimi_k2", "json", "fenced"
+    ] = option(
         "auto",
         "Format of the model's tool calls. json: a message that is a JSON object. fenced: JSON in fences of Markdown. "
         "auto: by the chat template; fenced if it has no tools.",

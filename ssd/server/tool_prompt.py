@@ -21,15 +21,19 @@ You get its result in the next message. If no function is needed, answer in plai
 
 def as_text(messages: Sequence[Json], tools: Sequence[Json], parser: type[ToolParser]) -> list[Json]:
     """The chat for a template that knows neither tools, nor calls, nor their results."""
-    texts = [_as_text(message, parser) for message in messages]
+    return with_tools([_as_text(message, parser) for message in messages], tools, parser)
+
+
+def with_tools(messages: Sequence[Json], tools: Sequence[Json], parser: type[ToolParser]) -> list[Json]:
+    """The chat for a template that knows calls and results, but describes no tools."""
     if not tools:
-        return texts
-    call = _written(parser, json.dumps("the name"), "{…}")
+        return list(messages)
+    call = parser.written([("the name", json.dumps({"name of an argument": "its value"}))])
     described = _PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools), call=call)
-    if not texts or texts[0].get("role") != "system":
-        return [{"role": "system", "content": described}, *texts]
-    first = {**texts[0], "content": [*_parts(texts[0].get("content")), _part(f"\n\n{described}")]}
-    return [first, *texts[1:]]
+    if not messages or messages[0].get("role") != "system":
+        return [{"role": "system", "content": described}, *messages]
+    first = {**messages[0], "content": [*_parts(messages[0].get("content")), _part(f"\n\n{described}")]}
+    return [first, *messages[1:]]
 
 
 def _as_text(message: Json, parser: type[ToolParser]) -> Json:
@@ -39,16 +43,14 @@ def _as_text(message: Json, parser: type[ToolParser]) -> Json:
     if not message.get("tool_calls"):
         return message
     functions = [call["function"] for call in message["tool_calls"]]
-    calls = (_written(parser, json.dumps(f["name"]), json.dumps(f["arguments"], ensure_ascii=False)) for f in functions)
+    calls = parser.written((each["name"], _json(each["arguments"])) for each in functions)
     before = _parts(message.get("content"))
-    text = ("\n" if before else "") + parser.separator.join(calls)
+    text = ("\n" if before else "") + calls
     return {"role": message["role"], "content": [*before, _part(text)]}
 
 
-def _written(parser: type[ToolParser], name: str, arguments: str) -> str:
-    """A call as the model writes it; `name` and `arguments` are JSON."""
-    opening, closing = ("", "") if parser.bare else (parser.opening, parser.closing)
-    return f'{opening}{parser.lead}{{"name": {name}, "{parser.key}": {arguments}}}{parser.trail}{closing}'
+def _json(arguments: object) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _parts(content: object) -> list[Json]:

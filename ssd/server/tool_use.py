@@ -6,7 +6,6 @@ used when a call is required, and for tools that are `strict`.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,20 +19,20 @@ from ssd.errors import RequestError
 from ssd.server.errors import invalid, unsupported
 from ssd.server.fields import known_fields
 from ssd.server.protocol import ChatRequest, Json
+from ssd.server.tool_grammar import grammar
 from ssd.text.harmony import is_harmony
-from ssd.text.message_format import MessageFormat, format_of, shown_tokens, tags_of
+from ssd.text.message_format import MessageFormat, format_of, shown_tokens
 from ssd.text.reasoning import CLOSING, OPENING
 from ssd.text.tokenizer import Tokenizer
-from ssd.text.tool_calls import PARSERS, FencedParser, ToolParser, has_tools, parser_for
+from ssd.text.tool_calls import ToolParser
+from ssd.text.tool_formats import PARSERS, FencedParser, has_tools, parser_for
 
 _MAX_DEPTH: Final = 64
 _UNKNOWN_FORMAT: Final = (
-    "the model's chat template has tools, but its format of calls is not known: if it is llama3, hermes or json, start "
-    "the server with --tool-parser and this name"
+    "the model's chat template has tools, but its format of calls is not known: if it is one of "
+    f"{', '.join(PARSERS)}, start the server with --tool-parser and this name"
 )
 _NAME: Final = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-# JSON as `json.dumps` writes it, and as models do: no other white space
-_LAYOUT: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 @dataclass(frozen=True)
@@ -48,10 +47,6 @@ class ToolUse:
     parallel: bool
     tokens: frozenset[str]  # tags that are tokens of the model's vocabulary
     described: list[Json]  # the tools as the chat template gets them
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self.schemas)
 
     def constrained(self, params: SamplingParams) -> SamplingParams:
         """The parameters with the constraint, if one is needed.
@@ -83,39 +78,9 @@ class ToolUse:
         check_request([0], SamplingParams(structured=params.structured), limits)
 
     def _grammar(self, parser: type[ToolParser], answer: StructuredOutput | None) -> str:
-        """In llguidance's dialect of Lark."""
-        names = list(self.schemas)
-        opening, closing = ("", "") if parser.bare else map(self._tag, (parser.opening, parser.closing))
-        rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(names)))]
-        for i, name in enumerate(names):
-            head, end = f'{parser.lead}{{"name": "{name}", "{parser.key}": ', "}" + parser.trail
-            rules.append(f"call_{i}: {json.dumps(head)} arguments_{i} {json.dumps(end)} {closing}")
-            rules.append(f"arguments_{i}: %json {json.dumps({**self.schema(name), 'x-guidance': _LAYOUT})}")
-        calls = f"{opening} call"
-        if self.parallel:
-            calls += f" ({json.dumps(parser.separator)} {calls})*"
-        if self.forced:
-            return "\n".join([f"start: {calls}", *rules])
-        if answer is None:
-            return "\n".join([*self._free_text(parser, calls), *rules])
-        schema = answer.schema
-        whole = {**(schema if isinstance(schema, dict) else {}), "x-guidance": _LAYOUT}
-        return "\n".join([f"start: {calls} | answer", f"answer: %json {json.dumps(whole)}", *rules])
-
-    def _free_text(self, parser: type[ToolParser], calls: str) -> list[str]:
-        """Text with calls in it, or in place of it."""
-        repeat = "*" if self.parallel else "?"
-        if parser.bare:
-            return [f"start: {calls} | TEXT?", r"TEXT: /[^\s{][\s\S]*/"]
-        if parser.opening not in self.tokens:
-            text = [rf"open[lazy]: /[\s\S]*{parser.opening}/", r"TEXT: /[\s\S]*/"]
-            return [f"start: (open call){repeat} TEXT", *text]
-        words = " | ".join(["TEXT", *(tag for tag in (OPENING, CLOSING) if tag in self.tokens)])
-        return [f"start: (text {parser.opening} call){repeat} text", f"text: ({words})*", r"TEXT: /[\s\S]+/"]
-
-    def _tag(self, tag: str) -> str:
-        """A tag that is a token of its own is matched as that token, not as text."""
-        return tag if tag in self.tokens else json.dumps(tag)
+        wanted = None if answer is None else answer.schema if isinstance(answer.schema, dict) else {}
+        schemas = {name: self.schema(name) for name in self.schemas}
+        return grammar(parser, schemas, self.tokens, forced=self.forced, parallel=self.parallel, answer=wanted)
 
 
 def read_tools(
@@ -145,7 +110,7 @@ def read_tools(
     if choice == "none":
         return None
     named = PARSERS.get(tool_parser) if not is_harmony(chat_template) else None
-    parser = named or (parser_for(chat_template) if has_tools(chat_template) else FencedParser)
+    parser = named or parser_for(chat_template) or (None if has_tools(chat_template) else FencedParser)
     if parser is None and not is_harmony(chat_template):
         raise unsupported("tools", _UNKNOWN_FORMAT)
     paths = {function["name"]: f"tools[{i}].function.parameters" for i, function in enumerate(functions)}
@@ -158,7 +123,7 @@ def read_tools(
     if not additional_properties:
         schemas = {name: closed(schema) for name, schema in schemas.items()}
     strict = frozenset(function["name"] for function in functions if function.get("strict"))
-    tags = (*tags_of(parser), OPENING, CLOSING)
+    tags = (*(() if parser is None else parser.tags()), OPENING, CLOSING)
     tokens = frozenset(tag for tag in tags if tag.startswith("<") and tokenizer.token_id(tag) is not None)
     return ToolUse(parser, schemas, paths, strict, choice != "auto", parallel, tokens, described)
 
@@ -172,7 +137,7 @@ def message_format(chat_template: str, prompt_end: str, tools: ToolUse | None) -
     """How the answers are parsed. A forced call comes without reasoning, but for Harmony."""
     if tools is None:
         return format_of(chat_template, prompt_end)
-    form = format_of(chat_template, prompt_end, tools.parser, tools.names, tools.parallel)
+    form = format_of(chat_template, prompt_end, tools.parser, tools.schemas, tools.parallel)
     return replace(form, forced=True, reasoning=False, reasoning_opened=False) if tools.forced else form
 
 

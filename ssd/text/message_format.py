@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from ssd.text import harmony
@@ -11,7 +11,8 @@ from ssd.text.harmony import is_harmony
 from ssd.text.harmony_parser import HarmonyParser
 from ssd.text.reasoning import CLOSING, OPENING, ReasoningSplitter, marks_reasoning, opens_reasoning
 from ssd.text.tokenizer import Tokenizer
-from ssd.text.tool_calls import ToolParser, has_tools
+from ssd.text.tool_calls import Schemas, ToolParser
+from ssd.text.tool_formats import has_tools, parser_for
 
 PROMPT_END: Final = 16  # tokens of a prompt that may open a message, or a block of reasoning
 
@@ -45,7 +46,7 @@ class MessageFormat:
     """How the messages of one request are parsed. The default: all of it is text."""
 
     tool_parser: type[ToolParser] | None = None
-    tool_names: frozenset[str] = frozenset()
+    tools: Schemas = field(default_factory=dict)
     parallel_tool_calls: bool = True
     forced: bool = False  # the message is nothing but calls
     fenced: bool = False  # calls in fences of Markdown are calls, too
@@ -57,11 +58,12 @@ class MessageFormat:
     def parser(self) -> MessageParser | HarmonyParser:
         """A parser for one sample."""
         if self.harmony:
-            return HarmonyParser(self.tool_names, self.parallel_tool_calls, self.continued)
-        splitter = ReasoningSplitter(self.reasoning_opened) if self.reasoning else None
+            return HarmonyParser(self.tools, self.parallel_tool_calls, self.continued)
+        ends = self.tool_parser.begins() if self.tool_parser is not None and self.tool_parser.ends_reasoning else ()
+        splitter = ReasoningSplitter(self.reasoning_opened, ends) if self.reasoning else None
         if self.tool_parser is None:
             return MessageParser(splitter, None)
-        tools = self.tool_parser(self.tool_names, self.parallel_tool_calls, self.fenced)
+        tools = self.tool_parser(self.tools, self.parallel_tool_calls, self.fenced)
         return MessageParser(splitter, tools, self.forced)
 
 
@@ -69,21 +71,22 @@ def format_of(
     chat_template: str,
     prompt_end: str,
     parser: type[ToolParser] | None = None,
-    names: frozenset[str] = frozenset(),
+    tools: Schemas | None = None,
     parallel: bool = True,
 ) -> MessageFormat:
     """The format of the answers to a chat.
 
     `prompt_end`: the end of the rendered prompt, which tells whether reasoning or a message has been opened there.
-    `parser`: that of tool calls, `names`: the tools that may be called, `parallel`: whether an answer may have several.
+    `parser`: that of tool calls, `tools`: those that may be called, `parallel`: whether an answer may have several.
     """
+    tools = tools or {}
     if is_harmony(chat_template):
         continued = not prompt_end.endswith((harmony.REPLY, harmony.END, harmony.CALL))
-        return MessageFormat(None, names, parallel, harmony=True, continued=continued)
+        return MessageFormat(None, tools, parallel, harmony=True, continued=continued)
     reasoning = marks_reasoning(chat_template)
     opened = reasoning and opens_reasoning(prompt_end)
-    fenced = not has_tools(chat_template)  # it teaches no format
-    return MessageFormat(parser, names, parallel, fenced=fenced, reasoning=reasoning, reasoning_opened=opened)
+    fenced = not has_tools(chat_template) and parser_for(chat_template) is None  # it teaches no format
+    return MessageFormat(parser, tools, parallel, fenced=fenced, reasoning=reasoning, reasoning_opened=opened)
 
 
 def stop_tokens(chat_template: str, tokenizer: Tokenizer) -> list[int]:
@@ -92,13 +95,15 @@ def stop_tokens(chat_template: str, tokenizer: Tokenizer) -> list[int]:
     return [token_id for tag in tags if (token_id := tokenizer.token_id(tag)) is not None]
 
 
-def tags_of(parser: type[ToolParser] | None) -> tuple[str, ...]:
-    return () if parser is None else (parser.opening, parser.closing)
+def takes_text(chat_template: str) -> bool:
+    """Whether a chat template gets the arguments of earlier calls as text, as the model has written them."""
+    parser = parser_for(chat_template)
+    return is_harmony(chat_template) or (parser is not None and parser.text_arguments)
 
 
 def shown_tokens(chat_template: str, parser: type[ToolParser] | None, tokenizer: Tokenizer) -> list[int]:
     """Tags of tool calls and reasoning that are special tokens, which detokenized text leaves out unless named."""
-    tags = tags_of(parser) + ((OPENING, CLOSING) if marks_reasoning(chat_template) else ())
+    tags = (() if parser is None else parser.tags()) + ((OPENING, CLOSING) if marks_reasoning(chat_template) else ())
     tags += harmony.TOKENS if is_harmony(chat_template) else ()
     ids = [token_id for tag in tags if (token_id := tokenizer.token_id(tag)) is not None]
     return [token_id for token_id in ids if tokenizer.is_special(token_id)]

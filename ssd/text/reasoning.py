@@ -6,6 +6,7 @@ the engine.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Final
 
@@ -38,8 +39,10 @@ def partial_length(text: str, tag: str) -> int:
 class ReasoningSplitter:
     """Incremental: takes a message in pieces, returns (reasoning, text) pairs. Drops white space around the tags."""
 
-    def __init__(self, opened: bool = False) -> None:
-        """`opened`: the prompt ends with the opening tag."""
+    def __init__(self, opened: bool = False, ends: Sequence[str] = ()) -> None:
+        """`opened`: the prompt ends with the opening tag. `ends`: other tags that end reasoning, and belong to what
+        follows it."""
+        self._ends = (CLOSING, *ends)
         self._state = _State.REASONING if opened else _State.START
         self._pending = ""
         self._drop_space = opened  # white space that comes next follows a tag
@@ -71,13 +74,15 @@ class ReasoningSplitter:
 
     def _take_reasoning(self) -> str:
         """Reasoning without white space at its end, and without what may be the beginning of the closing tag."""
-        end = self._pending.find(CLOSING)
-        cut = end if end >= 0 else len(self._pending) - partial_length(self._pending, CLOSING)
-        reasoning = self._pending[:cut].rstrip()
-        self._pending = self._pending[end + len(CLOSING) if end >= 0 else len(reasoning) :]
+        found = min(((at, tag) for tag in self._ends if (at := self._pending.find(tag)) >= 0), default=None)
+        held = max(partial_length(self._pending, tag) for tag in self._ends)
+        reasoning = self._pending[: found[0] if found is not None else len(self._pending) - held].rstrip()
         taken = self._without_space(reasoning)
-        if end >= 0:
-            self._state, self._drop_space = _State.TEXT, True
+        if found is None:
+            self._pending = self._pending[len(reasoning) :]
+            return taken
+        self._pending = self._pending[found[0] :].removeprefix(CLOSING)
+        self._state, self._drop_space = _State.TEXT, True
         return taken
 
     def _without_space(self, text: str) -> str:

@@ -25,9 +25,11 @@ from ssd.text.coverage import chars_per_token
 from ssd.text.growth import check_growth
 from ssd.text.harmony import is_harmony
 from ssd.text.json_file import read_json, read_text
+from ssd.text.tiktoken_file import FILE as TIKTOKEN
+from ssd.text.tiktoken_file import load_tiktoken
 
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_SLOW_FILES: Final = ("tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model")
+_SLOW_FILES: Final = ("tokenizer.model", "vocab.json", "tekken.json")
 REPLACEMENT: Final = "\ufffd"  # what bytes decode to that are no whole character
 _LONG: Final = 4096  # characters or tokens; longer ones are converted as a batch, which lets other threads run
 
@@ -281,8 +283,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """
     config = {**_optional_json(path / "special_tokens_map.json"), **_optional_json(path / "tokenizer_config.json")}
     special = {name: text for name in _NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
-    backend = _load_backend(path)
     try:
+        backend = _load_backend(path, config)
         if backend is not None:
             _add_missing_specials(backend, config, special)
         templates = _chat_templates(path, config)
@@ -291,8 +293,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return Tokenizer(backend, chat_templates=templates, special_tokens=special)
 
 
-def _load_backend(path: Path) -> tokenizers.Tokenizer | None:
-    """tokenizer.json if there is one; else whatever transformers can convert; else nothing."""
+def _load_backend(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer | None:
+    """tokenizer.json if there is one; else tiktoken's ranks, or whatever transformers can convert; else nothing."""
     file = path / "tokenizer.json"
     if file.is_file():
         check_growth(file)
@@ -300,6 +302,8 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer | None:
             return tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise SSDError(f"{file} cannot be read ({error}): download the checkpoint again") from error
+    if (path / TIKTOKEN).is_file():
+        return load_tiktoken(path, config)
     if any((path / name).is_file() for name in _SLOW_FILES):
         return transformers_backend(path)
     return None

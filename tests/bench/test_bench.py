@@ -250,6 +250,12 @@ def test_methods_are_spelled() -> None:
         {"mode": "ssd", "draft": "d", "k": "auto", "budget": 8, "acceptance": "rejection"},
         {"mode": "sd", "draft": "suffix", "k": 5},
     ]
+    assert [(method.name, method.speculation) for method in methods_of("tree:16,tree:8:2", "d", 5, options)] == [
+        ("tree 16 k=5", {"mode": "sd", "draft": "d", "tree": 16, "k": 5, "acceptance": "rejection"}),
+        ("tree 8 k=2", {"mode": "sd", "draft": "d", "tree": 8, "k": 2, "acceptance": "rejection"}),
+    ]
+    with pytest.raises(ConfigError, match="tree=16: a tree is a method of its own here: name tree:16"):
+        methods_of("sd", "d", 4, {"tree": 16})
     for wrong in ("", "fast", "ar:3", "ar,ar"):
         with pytest.raises(ConfigError):
             methods_of(wrong, "d", 4, {})
@@ -310,6 +316,26 @@ def test_methods_with_an_eagle_head_share_an_engine(tmp_path: Path) -> None:
     assert same_text(found)
     assert all(row["drafter_failures"] == 0 for row in figures(found))
     ours[0].close()
+
+
+@pytest.mark.parametrize("draft", ["tiny-llama-draft", "tiny-llama-eagle"])
+def test_trees_share_an_engine_with_chains(draft: str) -> None:
+    """Catches a chain that is verified as a tree, and a tree that is no better than a chain of its length."""
+    methods = methods_of("ar,tree:3:2,sd:4,tree:16:4", draft, 4, {})
+    ours = our_contenders("tiny-llama", methods, batch=2, device="cpu", prefix_caching=False, max_model_len=256)
+    assert len({id(contender.llm) for contender in ours}) == 1
+    workload = load_workload("gsm8k", open_checkpoint("tiny-llama").tokenizer(), count=2)
+    found = measure(ours, [workload], RequestSettings(24, batch=2), repeats=1)
+    assert same_text(found)
+    rows = {row["contender"]: row for row in figures(found) if row["set"] == MEAN}
+    assert all(row["drafter_failures"] == 0 for row in rows.values())
+    accepted = {name: row["tokens_per_round"] for name, row in rows.items()}
+    assert accepted["ar"] == 1.0
+    assert 1.0 < accepted["tree 3 k=2"] <= 3.0
+    assert accepted["sd k=4"] < accepted["tree 16 k=4"] <= 5.0
+    ours[0].close()
+    with pytest.raises(ConfigError, match="tree and ssd with a draft on the target's device have no engine in common"):
+        our_contenders("tiny-llama", methods_of("tree:8,ssd", draft, 4, {"placement": "inline"}), batch=1, device="cpu")
 
 
 def test_prompts_are_cut_and_chosen() -> None:

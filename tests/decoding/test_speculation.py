@@ -879,6 +879,11 @@ def test_a_request_may_do_without(target: str) -> None:
         ({"mode": "auto", "draft": "suffix", "budget": 8}, "draft='suffix' has no option budget: leave it out$"),
         ({"mode": "sd", "draft": "tiny-llama-draft", "draft_threads": 2}, "no option draft_threads.*ssd"),
         (
+            {"mode": "auto", "draft": "tiny-llama-draft", "suffix": True, "budget": 8},
+            "suffix=True has no option budget",
+        ),
+        ({"mode": "ssd", "draft": "tiny-llama-draft", "suffix": True}, "use mode='sd' or 'auto'"),
+        (
             {"mode": "auto", "draft": "tiny-llama-draft", "placement": "inline", "draft_threads": 1},
             'draft_threads=1 is for a draft in a process of its own.*not for placement="inline": leave it out',
         ),
@@ -927,6 +932,8 @@ def test_a_request_may_do_without(target: str) -> None:
         ({"mode": "sd", "draft": "tiny-llama-eagle", "tree": 1}, "from 2 to 64"),
         ({"mode": "sd", "draft": "tiny-llama-eagle", "k": 9, "tree": 8}, "tree=8: k=9 must be a number of at most"),
         ({"mode": "sd", "draft": "tiny-llama-eagle", "k": "auto", "tree": 8}, "tree=8: k='auto' must be a number"),
+        ({"mode": "sd", "draft": "tiny-llama-eagle", "k": "auto", "tree": "auto"}, "tree=auto: k='auto' must be a num"),
+        ({"mode": "ssd", "draft": "tiny-llama-eagle", "tree": "auto"}, 'tree=auto is for mode="sd"'),
         (
             {"mode": "sd", "draft": "tiny-llama-eagle", "tree": 8, "acceptance": "rejection"},
             'needs acceptance="coupled"',
@@ -935,7 +942,6 @@ def test_a_request_may_do_without(target: str) -> None:
         ({"mode": "auto", "draft": "tiny-llama-eagle", "tree": 8}, 'tree=8 is for mode="sd", not for mode="auto"'),
         ({"mode": "sd", "draft": "suffix", "tree": 8}, "suffix look-up proposes chains"),
         ({"mode": "sd", "draft": "tiny-llama-eagle", "tree": 8, "suffix": True}, "suffix look-up proposes chains"),
-        ({"mode": "sd", "draft": "tiny-llama-draft", "tree": 8}, "is a draft model, which writes chains"),
         ({"mode": "ssd", "draft": "tiny-llama-draft", "placement": "moon"}, "inline, stream, process"),
         ("sd", "mapping"),
     ],

@@ -6,6 +6,8 @@ Over a suspicious decoder, which reads the KV of every node and, in later rounds
 from __future__ import annotations
 
 import itertools
+import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +18,8 @@ from hypothesis import HealthCheck, settings
 from random_requests import MAX_LEN, Alone, Models, answers_alone, check_answers, make_models, play, random_requests
 
 from ssd import LLM
+from ssd.drafting.arms import Arm, ArmTimes
+from ssd.drafting.controller import DepthController
 
 _CHECKS = list(HealthCheck)
 
@@ -72,10 +76,46 @@ MEMORY: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
+    ("draft", "run_ahead"),
+    mostly_slow(
+        list(itertools.product(("noisy", "head", "mtp-head", "block"), (False, True))),
+        fast={("noisy", True), ("head", True)},
+    ),
+)
+def test_chains_and_trees_take_turns(models: Models, alone: Alone, draft: str, run_ahead: bool) -> None:
+    """As with tree="auto", in any order, from round to round: features, KV and paths are those of the last round."""
+    speculation = {"mode": "sd", "draft": models.drafts[draft], "k": 3, "tree": "auto"}
+    options = MEMORY["little"] | {"device": "cpu", "max_model_len": MAX_LEN, "max_num_batched_tokens": 64}
+    with LLM(models.target, speculation=speculation, **options) as llm:
+        assert isinstance(llm.engine.round.drafter, DepthController)
+        modes, dice = Counter[str](), random.Random(1)
+
+        def shuffled(times: ArmTimes) -> Arm:
+            mode = dice.choice(["ar", "sd", "tree"])
+            modes[mode] += 1
+            return dice.choice([arm for arm in times.arms if arm.mode == mode])
+
+        llm.driver.call(lambda engine: setattr(engine.round, "run_ahead", run_ahead))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ArmTimes, "choose", shuffled)
+            for seed in range(2):
+                requests = random_requests(10, seed)
+                outputs = llm.driver.call(lambda engine, r=requests, s=seed: play(engine, r, preempt=0.03, seed=s))
+                check_answers(requests, outputs, alone(10, seed))
+        assert min(modes.values()) > 8
+        assert llm.engine.metrics.drafter_failures == 0
+
+
+@pytest.mark.parametrize(
     ("draft", "memory", "run_ahead"),
     mostly_slow(
-        list(itertools.product(("head", "mtp-head", "block"), MEMORY, (False, True))),
-        fast={("head", "little", True), ("mtp-head", "one at a time", False), ("block", "large blocks", False)},
+        list(itertools.product(("noisy", "stranger", "head", "mtp-head", "block"), MEMORY, (False, True))),
+        fast={
+            ("noisy", "none to spare", True),
+            ("head", "little", True),
+            ("mtp-head", "one at a time", False),
+            ("block", "large blocks", False),
+        },
     ),
 )
 def test_everything_at_once(models: Models, alone: Alone, draft: str, memory: str, run_ahead: bool) -> None:

@@ -82,7 +82,7 @@ def test_three_engines_have_joined_steps_and_the_texts_of_plain_decoding(url: st
         assert server.draft.turns.passes - before > 5
         for llm in engines:
             metrics = llm.engine.metrics
-            assert metrics.spec_decode_num_accepted_tokens > 0.3 * metrics.spec_decode_num_draft_tokens
+            assert metrics.spec_decode_num_accepted_tokens > 0.2 * metrics.spec_decode_num_draft_tokens
             assert drafter_of(llm).stats.failures == 0
     finally:
         for llm in engines:

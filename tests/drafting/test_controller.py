@@ -13,7 +13,7 @@ from fakes import make_sequence
 
 from ssd.core import Origin, Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Drafter, never
-from ssd.drafting.arms import PLAIN, Arm, ArmTimes, depths_up_to, make_arms
+from ssd.drafting.arms import PLAIN, Arm, ArmTimes, arms_for, depths_up_to, make_arms
 from ssd.drafting.controller import DepthController
 from ssd.drafting.estimate import Average
 
@@ -102,11 +102,12 @@ def test_another_size_of_the_batch_starts_with_what_is_known() -> None:
     """Also where its rounds take much longer: all arms are slower then, not the one that is measured first."""
     times = fresh()
     best = arms_taken(times, lambda arm: 1.0 + 0.05 * arm.k, 400)[-1]
-    other = times.like()
+    other = times.like(times.arms)
     taken = arms_taken(other, lambda arm: 3.0 + 0.15 * arm.k, 40)
     assert sum(arm == best for arm in taken) > 25
     assert taken.count(PLAIN) == 1  # which is clear after a round
-    assert arms_taken(times.like(), lambda arm: 3.0 + 6.0 * arm.k, 60)[-1] == PLAIN  # if it is another world there
+    another = times.like(times.arms)
+    assert arms_taken(another, lambda arm: 3.0 + 6.0 * arm.k, 60)[-1] == PLAIN  # if it is another world there
     assert arms_taken(times, lambda arm: 1.0 + 0.05 * arm.k, 1) == [best]  # of which it is a copy
 
 
@@ -185,6 +186,9 @@ def test_arms_of_the_modes() -> None:
     assert make_arms(("ssd",), (4,), (8, 16)) == [Arm(4, 8), Arm(4, 16)]
     assert make_arms(("ar", "sd"), (4,), (8,)) == [PLAIN, Arm(4, 0)]
     assert {arm.mode for arm in make_arms(ALL, depths_up_to(8), (8,))} == set(ALL)
+    assert make_arms(("sd", "tree"), (8,), (), 32) == [Arm(8, 0), Arm(8, 0, nodes=16), Arm(8, 0, nodes=32)]
+    assert make_arms(("sd", "tree"), (4,), (), 10) == [Arm(4, 0), Arm(4, 0, nodes=8), Arm(4, 0, nodes=10)]
+    assert str(Arm(4, 0, nodes=8)) == "mode=tree, k=4, 8 nodes"
     assert str(Arm(4, 16)) == "mode=ssd, k=4, 16 branches"
 
 
@@ -210,6 +214,10 @@ class Fake(Drafter):
     def stands(self, work: Work) -> int:
         return work.proposal.num_tokens
 
+    def accepted_nodes(self, work: Work) -> tuple[int, ...] | None:
+        """Of a tree; None: the draft is a chain."""
+        return None
+
     def settle(self, works: Seq[Work]) -> None:
         self.calls.append("settle")
         self.budgets.append(self.budget)
@@ -231,7 +239,7 @@ def controlled(inner: Drafter) -> DepthController:
 
 
 def arm_of(controller: DepthController) -> Arm:
-    assert (controller.lookahead, controller.budget) == controller.arm
+    assert (controller.lookahead, controller.budget) == (controller.arm.lookahead, controller.arm.width)
     return controller.arm
 
 
@@ -247,8 +255,9 @@ def launch(controller: Drafter, works: Seq[Work]) -> list[Work]:
 def decided(inner: Fake, work: Work) -> Outcome | None:
     if not work.decides:
         return None
-    draft, accepted = work.proposal.token_ids, inner.stands(work)
-    return Outcome((*draft[:accepted], 5), (), draft, work.proposal.origin)
+    draft, nodes = work.proposal.token_ids, inner.accepted_nodes(work)
+    accepted = inner.stands(work) if nodes is None else len(nodes)
+    return Outcome((*draft[:accepted], 5), (), draft, work.proposal.origin, nodes or ())
 
 
 def rounds(
@@ -265,12 +274,78 @@ def rounds(
     flying: list[tuple[Arm, list[Work]]] = []
     for _ in range(count):
         arm = arm_of(controller)
-        works = [Work(s, 1, 3, lookahead=arm.k, slot=i) for i, s in enumerate(sequences)]
+        works = [Work(s, 1, 3, lookahead=arm.lookahead, slot=i) for i, s in enumerate(sequences)]
         flying.append((arm, launch(controller, works)))
         yield arm
         if len(flying) > in_flight:
             arm, works = flying.pop(0)
             controller.observe(works, [decided(inner, work) for work in works], seconds(arm))
+
+
+class Text(Fake):
+    """In a share of the rounds look-up has a draft of eight tokens; in the others a learned draft is written, unless k
+    is 0. Units of time: one plain round."""
+
+    def __init__(self, copied: float, acceptance: float, step: float, row: float) -> None:
+        super().__init__()
+        self.copied, self.acceptance, self.step, self.row = copied, acceptance, step, row
+        self.dice = random.Random(3)
+
+    def slots(self, k: int) -> int:
+        return 16
+
+    def propose(self, works: Seq[Work]) -> list[Proposal]:
+        if self.dice.random() < self.copied:
+            return [Proposal((7,) * 8, origin=Origin.SUFFIX) for _ in works]
+        return [Proposal((7,) * (self.k or 0), origin=Origin.DRAFT if self.k else Origin.NONE) for _ in works]
+
+    def stands(self, work: Work) -> int:
+        rate = 0.9 if work.proposal.origin is Origin.SUFFIX else self.acceptance
+        return next((i for i in range(work.proposal.num_tokens) if self.dice.random() > rate), work.proposal.num_tokens)
+
+    def seconds(self, arm: Arm, work: Work) -> float:
+        written = arm.k if work.proposal.origin is Origin.DRAFT else 0
+        return self.dice.gauss(1.0, 0.02) * (1 + self.step * written + self.row * work.proposal.num_tokens)
+
+    def speed(self, arm: Arm, copied: float) -> float:
+        """Tokens per second of an arm with so many rounds of look-up."""
+        look_up = tokens_of(Arm(8, 0), 0.9), 1 + 8 * self.row
+        learned = tokens_of(arm, self.acceptance), 1 + arm.k * (self.step + self.row)
+        tokens, seconds = (copied * a + (1 - copied) * b for a, b in zip(look_up, learned, strict=True))
+        return tokens / seconds
+
+
+@pytest.mark.parametrize(
+    ("copied", "acceptance", "step", "row"),
+    [
+        (0.02, 0.8, 0.05, 0.02),  # the learned draft
+        (0.02, 0.8, 0.4, 0.2),  # neither
+        (0.7, 0.3, 0.5, 0.05),  # look-up alone
+        (0.3, 0.8, 0.05, 0.02),  # both
+        (0.3, 0.5, 0.3, 0.02),
+        (0.05, 0.6, 0.15, 0.1),
+    ],
+)
+def test_look_up_beside_a_learned_draft_is_as_fast_as_the_best_of_them(
+    copied: float, acceptance: float, step: float, row: float
+) -> None:
+    """Plain decoding, look-up alone, and drafts of any length without look-up."""
+    inner = Text(copied, acceptance, step, row)
+    arms = make_arms(("ar", "suffix", "sd"), depths_up_to(8), ())
+    controller = DepthController({"sd": inner, "suffix": inner}, arms)
+    sequence, tokens, seconds = make_sequence([1, 2, 3], [4]), 0, 0.0
+    for i in range(5000):
+        arm = controller.arm
+        looks = Work(sequence, 1, 3, lookahead=controller.lookahead)
+        works = launch(controller, [looks])
+        outcome = decided(inner, works[0])
+        assert outcome is not None
+        took = inner.seconds(arm, works[0])
+        controller.observe(works, [outcome], took)
+        if i >= 200:
+            tokens, seconds = tokens + len(outcome.token_ids), seconds + took
+    alone = max(inner.speed(PLAIN, 0.0), inner.speed(PLAIN, copied), *(inner.speed(arm, 0.0) for arm in arms))
+    assert tokens / seconds > 0.98 * alone
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])
@@ -307,6 +382,55 @@ def test_it_finds_the_best_arm(in_flight: int) -> None:
 
     taken = list(rounds(inner, controller, seconds, 800, in_flight=in_flight))
     assert sum(arm == Arm(8, 0) for arm in taken[200:]) > 0.8 * 600
+
+
+class Treelike(Fake):
+    """Of a chain each token stands with this probability; of a tree also the child that is the second best."""
+
+    def __init__(self, likely: float) -> None:
+        super().__init__()
+        self.likely, self.dice = likely, random.Random(1)
+
+    def stands(self, work: Work) -> int:
+        return next((i for i in range(work.lookahead) if self.dice.random() > self.likely), work.lookahead)
+
+    def accepted_nodes(self, work: Work) -> tuple[int, ...] | None:
+        nodes: list[int] = []
+        for _ in range(self.levels):
+            last, drawn = nodes[-1] if nodes else -1, self.dice.random()
+            node = last + 1 if drawn < self.likely else 2 * last + 5
+            if node >= work.lookahead or drawn > (1 + self.likely) / 2:
+                break
+            nodes.append(node)
+        return tuple(nodes) if self.levels else None
+
+    def speed(self, arm: Arm, seconds: float) -> float:
+        """Tokens per second if a round takes so long."""
+        work, self.levels, count = Work(make_sequence([1], [2]), 1, lookahead=arm.lookahead), arm.levels, 4000
+        drawn = (self.accepted_nodes(work) for _ in range(count))
+        return (1 + sum(self.stands(work) if nodes is None else len(nodes) for nodes in drawn) / count) / seconds
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize("likely", [0.4, 0.7])
+def test_a_tree_is_no_slower_than_its_chain(likely: float, in_flight: int) -> None:
+    """Up to 96 rows a verification takes one unit, then in proportion to them: trees pay in small batches only."""
+    arms, inner = make_arms(("ar", "sd", "tree"), (4,), (), 32), Treelike(likely)
+    controller = DepthController({"sd": inner, "tree": inner}, arms)
+    best = {}
+    for batch in (1, 4, 64, 1):
+
+        def seconds(arm: Arm, batch: int = batch) -> float:
+            draft = (0.1 + 0.001 * batch * (8 if arm.nodes else 1)) * arm.k
+            return max(1.0, batch * (1 + arm.lookahead) / 96) + draft
+
+        taken = list(rounds(inner, controller, seconds, 1000, batch=batch, in_flight=in_flight))[300:]
+        speed = {arm: Treelike(likely).speed(arm, seconds(arm)) for arm in arms_for(arms, batch)}
+        yielded = sum(speed[arm] * seconds(arm) for arm in taken)
+        assert yielded / sum(map(seconds, taken)) > 0.96 * max(speed.values())
+        best[batch] = max(speed, key=speed.__getitem__)
+    assert best[1].nodes
+    assert not best[64].nodes
 
 
 class Opening(Fake):

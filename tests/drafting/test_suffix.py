@@ -5,6 +5,7 @@ On a CPU a stand-in for the kernel looks up what the host will answer, since a C
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ from ssd.assembly import drafters
 from ssd.core import Origin, Outcome, Proposal, RequestOutput, Status, Work
 from ssd.decoding.drafter import Drafter
 from ssd.drafting import table
+from ssd.drafting.arms import LOOK_UP, Arm
+from ssd.drafting.controller import DepthController
 from ssd.drafting.suffix import SuffixDrafter
 from ssd.drafting.table import DraftAnswers
 from ssd.kernels.cpu.suffix import SuffixTree
@@ -219,6 +222,8 @@ def engine_with(models: Models, waits: Waits | None, speculation: dict[str, Any]
     options = {"max_num_seqs": 4, "block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 24} | options
     with LLM(models.target, device="cpu", max_model_len=MAX_LEN, speculation=speculation, **options) as llm:
         drafter = llm.engine.round.drafter
+        if isinstance(drafter, DepthController):
+            drafter = drafter.drafters["sd"]
         if waits is not None:
             llm.driver.call(lambda engine: setattr(engine.round, "run_ahead", True))
             assert isinstance(drafter, SuffixDrafter)
@@ -249,6 +254,47 @@ def test_in_flight(models: Models, waits: Waits, alone: list[RequestOutput], how
     answered = [(own, expected) for own, expected in waits.found if own]  # an empty one may be of a text that ended
     assert len(answered) > 5
     assert [pair for pair in answered if pair[0] != pair[1]] == []
+
+
+@pytest.mark.parametrize("draft", mostly_slow(["noisy", "head", "block"], fast={"noisy", "block"}))
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_with_every_change_of_arms(
+    models: Models, waits: Waits, alone: list[RequestOutput], draft: str, in_flight: bool
+) -> None:
+    """Look-up alone, with learned drafts of any length, and neither, in any order: catches drafts of another arm's
+    length, and a draft model that goes on without what it has not read."""
+    dice, speculation = random.Random(5), {"mode": "auto", "k": "auto", "k_max": 3, "draft": draft, "suffix": True}
+    with engine_with(models, waits if in_flight else None, speculation, num_kv_blocks=120) as llm:
+        controller: Any = llm.engine.round.drafter
+        assert {arm.mode for arm in controller._arms} == {"ar", "suffix", "sd"}
+        controller._wish = lambda *_: controller._take(dice.choice(controller._arms))
+        requests = repetitive(random_requests(COUNT, 0))
+        outputs = llm.driver.call(lambda engine: play(engine, requests, preempt=0.03))
+        check_answers(requests, outputs, alone)
+        assert llm.engine.round.stats.drafter_failures == 0
+        assert set(controller.stats.rounds) == {"ar", "suffix", "sd"}
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_a_model_drafts_on_after_look_up_alone(
+    models: Models, waits: Waits, monkeypatch: pytest.MonkeyPatch, in_flight: bool
+) -> None:
+    """Catches draft KV that is missing after rounds in which nothing was drafted."""
+    verified, dice = VerifiedDrafts(), random.Random(7)
+    monkeypatch.setattr(SuffixDrafter, "_is_better", lambda self, work, score: not self.k)
+    speculation = {"mode": "auto", "k": "auto", "k_max": 3, "draft": "self", "suffix": True}
+    used = waits if in_flight else None
+    with engine_with(models, used, speculation, num_kv_blocks=120) as llm, llm.driver.observing(verified):
+        verified.synchronous = not in_flight
+        controller: Any = llm.engine.round.drafter
+        controller._wish = lambda *_: controller._take(dice.choice([LOOK_UP, Arm(3, 0, True)]))
+        requests = repetitive(random_requests(COUNT, 0))
+        requests = [replace(r, params=replace(r.params, **UNPENALISED)) for r in requests]
+        llm.driver.call(lambda engine: play(engine, requests, preempt=0.03))
+    origins = [origin for origin, _, _ in verified.drafts]
+    assert origins.count(Origin.DRAFT) > 30
+    assert origins.count(Origin.SUFFIX) > 5
+    assert [each for each in verified.drafts if each[0] is Origin.DRAFT and each[1] != each[2]] == []
 
 
 def test_a_model_drafts_on_after_suffixes(models: Models, waits: Waits, monkeypatch: pytest.MonkeyPatch) -> None:

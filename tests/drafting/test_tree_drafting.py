@@ -1,4 +1,5 @@
-"""The trees that EAGLE heads and block drafts write are the best ones, by the logits of a plain implementation.
+"""The trees that draft models, EAGLE heads and block drafts write are the best ones, by the logits of a plain
+implementation.
 
 That holds only if every beam reads the KV and hidden states of its own path, and if those of what was accepted are
 where the next draft begins. Wrong ones cost nothing but speed: nobody would notice.
@@ -7,6 +8,7 @@ where the next draft begins. Wrong ones cost nothing but speed: nobody would not
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -30,7 +32,22 @@ SHARE = 0.97  # of the trees: sums are taken in another order, so a close choice
 Paths = set[tuple[int, ...]]
 
 
-def best_tree(draft: Head | Block, tokens: Seq[int], params: SamplingParams, seed: int) -> Paths:
+class Plain:
+    """A draft model."""
+
+    def __init__(self, model: TestModel) -> None:
+        self.path, self._reference = model.path, model.reference
+
+    @torch.inference_mode()
+    def draft(self, tokens: Seq[int], count: int, _: None, path: Seq[int]) -> tuple[None, torch.Tensor]:
+        """Logits after the last `count` of these tokens and those of a path behind them."""
+        return None, self._reference(torch.tensor([[*tokens, *path]])).logits[0, -count:]
+
+
+Draft = Plain | Head | Block
+
+
+def best_tree(draft: Draft, tokens: Seq[int], params: SamplingParams, seed: int) -> Paths:
     """The paths of all nodes, taken from the best to the worst."""
     found: Paths = set()
     heap: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
@@ -54,20 +71,23 @@ def best_tree(draft: Head | Block, tokens: Seq[int], params: SamplingParams, see
 
 
 class SeenTrees:
-    """The trees of a drafter as it writes them to the SequenceState, each beside the best one."""
+    """The trees of a drafter as it writes them to the SequenceState, each beside the best one; in every fourth round it
+    is made to write chains."""
 
-    def __init__(self, llm: LLM, draft: Head | Block) -> None:
+    def __init__(self, llm: LLM, draft: Draft) -> None:
         self.seen: list[tuple[Paths, Paths]] = []
         self.accepted: list[int] = []  # before them
         self._state, self._draft = llm.engine.round.target.state, draft
+        self._drafter, self._rounds = llm.engine.round.drafter, itertools.count(1)
         self._propose = llm.engine.round.drafter.propose
         llm.engine.round.drafter.propose = self.propose  # type: ignore[method-assign]
 
     def propose(self, works: Seq[Work]) -> list[Proposal]:
+        self._drafter.levels = DEPTH if next(self._rounds) % 4 else 0
         proposals = self._propose(works)
         assert self._state.tree is not None
         for work, proposal in zip(works, proposals, strict=True):
-            if proposal.num_tokens < NODES:  # near the end of a text
+            if proposal.num_tokens < NODES:  # a chain, or near the end of a text
                 continue
             paths: list[tuple[int, ...]] = []
             both = (each[work.slot].tolist() for each in (self._state.drafts, self._state.tree.parents))
@@ -80,6 +100,7 @@ class SeenTrees:
         return proposals
 
 
+MODELS = ("qwen2", "mistral-windows", "glm4-moe-lite")
 HEADS: dict[str, dict[str, Any]] = {"": {}, "norms": {"norm_before_residual": True, "norm_output": True}}
 BLOCKS: dict[str, dict[str, Any]] = {
     "dflash": {},
@@ -89,12 +110,14 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", mostly_slow([*HEADS, *BLOCKS], fast={"rnn"}))
+@pytest.mark.parametrize("kind", mostly_slow([*MODELS, *HEADS, *BLOCKS], fast={"qwen2", "rnn"}))
 def test_trees_are_the_best_ones(make_model: Callable[[str], TestModel], tmp_path: Path, kind: str) -> None:
     """At T = 0 and above, with chunks of prompts, several sequences and accepted paths of all lengths."""
-    target = make_model("llama-tied" if kind in HEADS else "qwen3")
-    draft: Head | Block
-    if kind in HEADS:
+    target = make_model("qwen3" if kind in BLOCKS else "llama-tied")
+    draft: Draft
+    if kind in MODELS:
+        draft = Plain(make_model(kind))
+    elif kind in HEADS:
         draft = make_head(target, tmp_path / "head", **HEADS[kind])
     else:
         draft = make_block(target, tmp_path / "block", **BLOCKS[kind])

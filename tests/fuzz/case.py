@@ -24,6 +24,7 @@ BUNDLE = Path(ssd.__file__).parent / "bundle"
 BUNDLED = {"tiny-llama": "tiny-llama-draft", "tiny-qwen3": "tiny-qwen3-draft"}
 TWO_GROUPS = [*WINDOWED, "gpt-oss"]  # of layers, perhaps: with blocks of their own
 DRAFTS = ("noisy", "self", "stranger")  # of the random models
+_OF_SD = "mode", "draft", "k", "acceptance"  # options of SD, among those that are drawn
 MOST_FAILURES = 2  # rounds that fail in one case: an engine gives up after three in a row
 EXTREMES: list[dict[str, Any]] = [  # parameters that `random_requests` leaves out
     {"ignore_eos": True},
@@ -240,6 +241,8 @@ def _with_suffix(speculation: dict[str, Any], seed: int) -> dict[str, Any]:
     """Perhaps with suffix look-up beside the draft, and with earlier answers. A seed gives the same case, those aside,
     as before they were known."""
     own = random.Random(f"suffix {seed}")
+    if speculation.get("mode") == "auto" and speculation["draft"] != "suffix" and own.random() < 0.5:
+        return {name: speculation[name] for name in _OF_SD if name in speculation} | {"suffix": True}
     beside = speculation.get("mode") == "sd" and speculation["draft"] != "suffix" and own.random() < 0.5
     if not beside and speculation.get("draft") != "suffix":
         return speculation
@@ -257,7 +260,8 @@ def _with_tree(speculation: dict[str, Any], model: str, seed: int) -> dict[str, 
         return speculation
     draft = f"{model}-eagle" if model in BUNDLED else own.choice(["head", "mtp-head", "block"])
     nodes = max(2, speculation["k"] * own.choice([1, 2, 3]) + own.choice([0, 1]))
-    return speculation | {"draft": draft, "tree": nodes}
+    draft = speculation["draft"] if own.random() < 0.3 else draft
+    return speculation | {"draft": draft, "tree": nodes if own.random() < 0.7 else "auto"}
 
 
 def _call(dice: random.Random, asked: Asked) -> Call:

@@ -28,6 +28,8 @@ SHARE = 0.98  # of the drafts: sums are taken in another order, so a close choic
         {"layout": "dflash", "second": True},
         {"layout": "deepspec", "markov": "vanilla"},
         {"layout": "speculators", "markov": "rnn"},
+        {"layout": "dflash", "windows": (20, None), "causal": (True, False)},
+        {"layout": "dflash", "windows": (20, 20), "changes": {"is_causal": False}},
     ],
 )
 def test_drafts_are_those_of_a_plain_implementation(

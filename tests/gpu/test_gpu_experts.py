@@ -34,6 +34,8 @@ LAYERS: list[tuple[str, CodeType | None, int]] = [  # type of codes, and weights
     ("qwen3-30b-a3b", "int8", 0),
     ("gpt-oss-20b", "fp4", 32),
     ("gpt-oss-20b", "int4", 32),
+    ("qwen3-30b-a3b", "int4", 128),
+    ("qwen3-30b-a3b", "fp8", 128),
 ]
 
 
@@ -59,6 +61,8 @@ class Layer:
         scales = (torch.rand(total, depth // (group or depth), device=CUDA) + 0.5) * depth**-0.5 / 100
         if code == "fp4":
             scales = scales.log2().round().exp2()  # powers of two
+        if group == 32:
+            scales = scales.bfloat16().float()  # as published INT4 has them
         codes = Codes(values, scales, code, depth)
         self.wide = dequantize(codes, torch.bfloat16)
         return self.ops.prepare_codes(codes, torch.bfloat16, gated=gated, experts=self.experts)

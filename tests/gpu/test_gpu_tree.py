@@ -19,7 +19,6 @@ from ssd import LLM, SamplingParams
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skip(reason="draft trees are refused on GPUs (build_engine) until these tests have passed there"),
 ]
 PROMPTS = ragged_prompts(12, longest=100)
 
@@ -50,7 +49,7 @@ def answers(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) ->
     return [(output.token_ids, output.samples[0].logprobs) for output in outputs]
 
 
-@pytest.mark.parametrize("draft", ["head", "dflash", "gated"])
+@pytest.mark.parametrize("draft", ["model", "head", "dflash", "gated"])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -65,9 +64,12 @@ def answers(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) ->
 def test_trees_write_what_plain_decoding_writes(
     make_model: Callable[[str], TestModel], tmp_path: Path, draft: str, kind: str, options: dict[str, Any]
 ) -> None:
-    """Catches bits of a node that are not those of a chain, KV that is not moved in time, and shapes without graphs."""
+    """Catches bits of a node that are not those of a chain, KV that is not moved in time, and shapes without graphs;
+    with tree="auto" also rounds of chains and of trees in turns."""
     target = make_model(kind)
-    if draft == "head":
+    if draft == "model":
+        path = make_model("qwen2").path
+    elif draft == "head":
         path = make_head(target, tmp_path / "head", head_dim=64).path
     else:
         more: Any = {"layout": "deepspec", "markov": "gated"} if draft == "gated" else {}
@@ -76,7 +78,7 @@ def test_trees_write_what_plain_decoding_writes(
     options = {"device": "cuda", "max_num_seqs": 8, "num_kv_blocks": 512} | options
     with LLM(target.path, **options) as llm:
         expected = answers(llm, prompts, params)
-    for tree in (6, 20):  # more rows than a few, too
+    for tree in (6, 20, "auto"):  # more rows than a few, too
         speculation = {"mode": "sd", "draft": path, "k": 4, "tree": tree}
         with LLM(target.path, speculation=speculation, **options) as llm:
             assert answers(llm, prompts, params) == expected

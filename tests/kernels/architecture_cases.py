@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 from ssd.kernels.codes import Codes, CodeType, bits_of
 from ssd.kernels.ops import Branches, DeviceBatch, ExpertOutputs, HeadShape, Rope, TreePaths
 from ssd.kernels.state import StateView, TreeRows
-from ssd.kernels.triton import attention, elementwise, experts, features, linear, packing, rounds, row_codes
+from ssd.kernels.triton import attention, elementwise, experts, features, latent, linear, packing, rounds, row_codes
 from ssd.kernels.triton import codes_linear as codes_linear
 from ssd.kernels.weights import GLU, RoutingRule, RowRounding
 
@@ -50,7 +50,7 @@ def architecture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     for module in (linear, codes_linear, experts):
         monkeypatch.setattr(module, "shared_memory", lambda device: limit)
     if request.param >= 90:
-        for module in (attention, elementwise, experts, linear, row_codes):
+        for module in (attention, elementwise, experts, latent, linear, row_codes):
             monkeypatch.setattr(module, "early_launch", early_launch)
     monkeypatch.setattr(JITFunction, "run", compile_only)
     before = driver._active
@@ -100,6 +100,11 @@ def test_products(architecture: int, dtype: torch.dtype) -> None:
             )
 
 
+def scales_of(rows: int, depth: int, group: int) -> torch.Tensor:
+    """With memory: `packing` looks at them. Those of small groups are bfloat16 numbers."""
+    return torch.ones(rows, depth // group) + (0.001 if group > 32 else 0)
+
+
 def grouped(
     kind: CodeType, columns: int, depth: int, group: int, numbers: packing.NumberKind, dtype: torch.dtype, strips: bool
 ) -> packing.PackedCodes:
@@ -124,7 +129,7 @@ def grouped(
 )
 def test_quantized_products(architecture: int, kind: CodeType, group: int, dtype: torch.dtype) -> None:
     depth, columns = 4096, 8192
-    scales = empty(columns, depth // group, dtype=torch.float32)
+    scales = scales_of(columns, depth, group)
     weight = packing.pack(Codes(empty(columns, depth, dtype=torch.uint8), scales, kind, depth), dtype)
     for rows in (1, 64):
         x, row_scales = empty(rows, depth, dtype=dtype), empty(rows, 1, dtype=torch.float32)
@@ -162,6 +167,8 @@ def test_products_of_weights_in_groups(
         ("fp8", 0, torch.bfloat16),
         ("fp4", 32, torch.bfloat16),
         ("int4", 128, torch.bfloat16),
+        ("int4", 32, torch.bfloat16),
+        ("fp8", 128, torch.bfloat16),
         ("uint4", 128, torch.bfloat16),
     ],
 )
@@ -175,8 +182,9 @@ def test_experts(architecture: int, kind: CodeType | None, group: int, dtype: to
             if kind == "uint4":
                 weight = grouped(kind, 32 * columns, depth, group, "zeros", dtype, strips=False)
             elif kind is not None:
-                scales = empty(32 * columns, depth // (group or depth), dtype=torch.float32)
-                weight = packing.pack(Codes(weight.to(torch.uint8), scales, kind, depth), dtype, strips=kind == "fp4")
+                scales = scales_of(32 * columns, depth, group or depth)
+                codes = Codes(weight.to(torch.uint8), scales, kind, depth)
+                weight = packing.pack(codes, dtype, strips=group > 0, weights=False)
             x, bias = empty(inputs, depth, dtype=dtype), empty(32 * columns, dtype=dtype)
             experts.expert_linear(x, weight, routing, bias, glu=glu)
         outputs = ExpertOutputs(empty(4 * rows, 2048, dtype=dtype), routing)
@@ -210,7 +218,7 @@ def test_attention(architecture: int, dtype: torch.dtype, heads: HeadShape, fp8:
         if not fp8:
             attention.paged_attention(q, batch(), replace(heads, first_position=1), kv, kv, workspace)
             planned = batch()
-            workspace.items(planned, 0, workspace.programs(heads), before_pass=True)
+            workspace.items(planned, heads, before_pass=True)
             attention.paged_attention(q, planned, heads, kv, kv, workspace, sinks=sinks, lets_next=True)
     if architecture == 90 and not fp8:
         from ssd.kernels.triton.prefill import prefill_attention
@@ -229,7 +237,7 @@ def test_latent_attention(architecture: int, dtype: torch.dtype, num_heads: int)
     workspace.capability = divmod(architecture, 10)
     q, cache = empty(8, num_heads, 576, dtype=dtype), empty(64, 64, 1, 576, dtype=dtype)
     for own in (batch(prefill=True), batch(), batch(branches=Branches(3, 8))):
-        attention.paged_attention(q, own, heads, cache, cache, workspace)
+        latent.latent_attention(q, own, heads, cache, workspace)
     angles = empty(512, 32, dtype=torch.float32)
     rope = Rope(angles, angles, k_norm=empty(512, dtype=dtype), eps=1e-6)
     for rows in (1, 100):
@@ -252,6 +260,7 @@ def test_what_is_between_products(architecture: int, dtype: torch.dtype) -> None
         if architecture >= 89:
             elementwise.rms_norm_and_round(hidden, hidden[0], 1e-5, hidden)
             row_codes.rounded_rows(hidden, RowRounding(), narrow=True)
+        row_codes.rounded_rows(hidden, RowRounding(group=128, powers=True))
         elementwise.silu_and_mul(hidden)
         elementwise.add_parts(empty(4 * 4096, dtype=torch.float32), 4, dtype)
         angles = empty(512, dim // 2, dtype=torch.float32)
@@ -304,3 +313,5 @@ def test_rounds_with_trees(architecture: int) -> None:
     rounds.move_accepted(
         state, path=path, slots=works, first_row=works, tables=ints(9, 40), caches=caches, block_size=64
     )
+    above = empty(16, dtype=torch.int64)
+    rounds.follow_rows(above=above, caches=caches, beams=8, depth=3, first_slot=640, slots_per_branch=4)

@@ -187,6 +187,35 @@ def extend_rows(
     row_slots.numpy()[:] = np.repeat(slots.numpy(), width)
 
 
+def block_rows(
+    state: StateView,
+    *,
+    slots: torch.Tensor,
+    tables: torch.Tensor,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    context_len: torch.Tensor,
+    row_slots: torch.Tensor,
+    decided: torch.Tensor,
+    decided_slot: torch.Tensor,
+    mask_token: int,
+    block_size: int,
+) -> None:
+    queries, count, slot, table = len(tokens) // len(slots), decided.shape[1], slots.numpy()[:, None], tables.numpy()
+    first = state.length.numpy()[slot] - 1
+    at = first + np.arange(queries)
+    block = at // block_size
+    known = table[slot, np.minimum(block + 1, table.shape[1] - 1)] * block_size + at % block_size
+    found = np.full_like(at, mask_token)
+    found[:, 0] = state.token_ids.numpy()[slot, first][:, 0]
+    wanted = (found, at, np.where(block < table[slot, 0], known, -1), first + queries + 0 * at, slot + 0 * at)
+    for out, values in zip((tokens, positions, slot_mapping, context_len, row_slots), wanted, strict=True):
+        out.numpy()[:] = values.ravel()
+    decided.numpy()[:] = first + 1 + np.arange(count)
+    decided_slot.numpy()[:] = slot
+
+
 def keep_best(
     *,
     best: torch.Tensor,
@@ -194,8 +223,11 @@ def keep_best(
     chain: torch.Tensor,
     confidence: torch.Tensor,
     column: int,
+    each: int,
     max_confidence: float,
 ) -> None:
-    chain.numpy()[: len(best), column] = np.maximum(best.numpy()[:, 0], 0)
+    rows = np.arange(len(best))
+    at = rows // each, column + rows % each
+    chain.numpy()[at] = np.maximum(best.numpy()[:, 0], 0)
     finite = np.maximum(scores.numpy(), _LOWEST)  # -inf less -inf, where there is no token at all, has to be 0
-    confidence.numpy()[: len(best), column] = np.minimum(finite[:, 0] - finite[:, 1], max_confidence)
+    confidence.numpy()[at] = np.minimum(finite[:, 0] - finite[:, 1], max_confidence)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from stored_codes import NUMBERS, numbered_codes
 
+from ssd.kernels.codes import CodeType
 from ssd.kernels.cuda import nvrtc
 from ssd.kernels.ops import HeadShape
 from ssd.kernels.triton.packing import pack
@@ -22,6 +23,15 @@ expert_rows = pytest.importorskip("ssd.kernels.cuda.expert_rows", reason="triton
 from ssd.kernels.cuda import few_rows, fp8_attention, fp8_linear, grouped_rows, persistent  # noqa: E402
 
 CPU = torch.device("cpu")
+EXPERTS: list[tuple[CodeType, int, int, int]] = [  # type, group, bytes of a scale, depth
+    ("fp4", 32, 1, 256),
+    ("fp4", 32, 1, 2880),
+    ("int4", 32, 2, 7168),
+    ("int4", 128, 4, 768),
+    ("int4", 32, 4, 256),
+    ("fp8", 128, 4, 2048),
+    ("fp8", 32, 4, 704),
+]
 NVCC = shutil.which("nvcc")
 
 
@@ -82,8 +92,8 @@ def asked() -> list[tuple[Path, dict[str, int]]]:
                 few_rows._kernels.__wrapped__(CPU, kind, block)
         for variant in variants():
             grouped_rows._kernels.__wrapped__(CPU, variant)
-        for depth in (256, 2880):
-            expert_rows._kernels.__wrapped__(CPU, depth)
+        for kind, group, size, depth in EXPERTS:
+            expert_rows._kernels.__wrapped__(CPU, expert_rows.Variant(kind, group, size, depth))
         fp8_linear._kernels.__wrapped__(CPU)
         for group in (1, 4, 8, 16):
             fp8_attention._kernel.__wrapped__(CPU, group)

@@ -174,14 +174,23 @@ def test_pairs_of_fp4_are_the_weight_s() -> None:
     assert torch.equal(found[:, :288], expected)  # values: of the code of -0.0 a GPU makes -0.0, `dequantize` 0.0
 
 
-def test_fp4_in_strips_has_the_bits_of_outputs_one_after_the_other() -> None:
+@pytest.mark.parametrize(
+    ("code", "group"),
+    mostly_slow(
+        [("fp4", 32), ("int4", 32), ("int4", 128), ("fp8", 128), ("fp8", 64)],
+        fast=[("fp4", 32), ("int4", 32), ("fp8", 128)],
+    ),
+)
+def test_groups_in_strips_have_the_bits_of_outputs_one_after_the_other(code: CodeType, group: int) -> None:
     ops, device, types = make_ops("triton")
     torch.manual_seed(0)
-    codes = some_codes("fp4", 5 * 16, 320, 32, offsets=False, device=device)
-    routing, x = ops.route(torch.randn(9, 5, device=device), 2, SOFTMAX_OF_CHOSEN), torch.randn(9, 320, device=device)
+    codes = some_codes(code, 5 * 16, 384, group, offsets=False, device=device)
+    if group == 32:
+        codes = replace(codes, scales=codes.scales.bfloat16().float())  # as int4 stores them
+    routing, x = ops.route(torch.randn(9, 5, device=device), 2, SOFTMAX_OF_CHOSEN), torch.randn(9, 384, device=device)
     for dtype in types:
         one = ops.prepare_codes(codes, dtype, experts=5)
-        other = replace(one, packed=pack(codes, dtype, strips=False))
+        other = replace(one, packed=pack(codes, dtype, strips=False, weights=False))
         assert (one.packed.strips, other.packed.strips) == (True, False)
         found, expected = (weight.expert_linear(x.to(dtype), routing) for weight in (one, other))
         assert same_bits(found, expected)

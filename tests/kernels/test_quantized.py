@@ -285,8 +285,11 @@ def test_rows_are_rounded_by_themselves(kind: str, number: RowType) -> None:
     torch.manual_seed(0)
     for dtype in (each for each in types if each is not torch.float16):  # which has no such numbers
         x = (torch.randn(6, 264) * torch.tensor([1.0, 0.0, 1e-30, 1e30, 1e-3, 7.0])[:, None]).to(device, dtype)[:, :256]
-        for group, stored in ((None, None), (128, None), (None, torch.full((1, 1), 0.02, device=device))):
-            how = RowRounding(number, group, stored)
+        for group, stored, powers in (
+            *((None, None, False), (128, None, False), (None, torch.full((1, 1), 0.02, device=device), False)),
+            *((128, None, True), (None, None, True)),
+        ):
+            how = RowRounding(number, group, stored, powers)
             rounded, scales = round_rows(x, how)
             assert rounded.dtype is dtype
             narrow = rounded.to(torch.float8_e4m3fn) if number == "fp8" else rounded.to(torch.int8)
@@ -299,6 +302,11 @@ def test_rows_are_rounded_by_themselves(kind: str, number: RowType) -> None:
             wide = (rounded.float().view(6, scales.shape[1], -1) * scales[:, :, None]).flatten(1)
             if stored is None:
                 assert (wide - x.float()).abs().max(1).values.le(x.float().abs().amax(1) / 16 + 1e-37).all()
+            if powers:
+                plain = rounded_rows(x.cpu(), replace(how, powers=False)).scales.double()
+                ratio = scales.cpu().double() / plain
+                assert (scales.frexp().mantissa == 0.5).all()
+                assert ((ratio >= 1) & (ratio < 2)).all()
             for i in range(6):
                 alone, scale = round_rows(x[i : i + 1], how)
                 assert same_bits(alone[0], rounded[i])

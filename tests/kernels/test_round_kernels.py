@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -366,17 +367,54 @@ def test_extending_rows(width: int, depth: int) -> None:
     assert [column[-1] for column in found[0]] == last
 
 
-def test_keeping_the_best_of_two() -> None:
-    """Also where there is no second token, and none at all."""
+@pytest.mark.parametrize("each", [1, 2])
+def test_keeping_the_best_of_two(each: int) -> None:
+    """Also where there is no second token, and none at all; one row or several of a row of the chain."""
     best = torch.tensor([[3, 4], [5, 6], [7, 0], [0, 0]]).int()
     scores = torch.tensor([[2.5, 1.0], [1.0, 1.0], [1.0, -torch.inf], [-torch.inf, -torch.inf]])
     for rounds, device in ALL:
-        chain, confidence = torch.zeros((6, 3), dtype=torch.int32, device=device), torch.zeros((6, 3), device=device)
+        chain, confidence = torch.zeros((6, 4), dtype=torch.int32, device=device), torch.zeros((6, 4), device=device)
         tensors = {"best": best.to(device), "scores": scores.to(device), "chain": chain, "confidence": confidence}
-        rounds.keep_best(**tensors, column=1, max_confidence=100.0)
-        assert chain[:, 1].tolist() == [3, 5, 7, 0, 0, 0]
-        assert confidence[:, 1].tolist() == [1.5, 0.0, 100.0, 0.0, 0.0, 0.0]
-        assert not chain[:, [0, 2]].any()
+        rounds.keep_best(**tensors, column=1, each=each, max_confidence=100.0)
+        assert chain[: 4 // each, 1 : 1 + each].flatten().tolist() == [3, 5, 7, 0]
+        assert confidence[: 4 // each, 1 : 1 + each].flatten().tolist() == [1.5, 0.0, 100.0, 0.0]
+        assert int(chain.count_nonzero()) == 3
+        assert int(confidence.count_nonzero()) == 2
+
+
+@pytest.mark.parametrize("anchored", [False, True])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rows_of_blocks(seed: int, anchored: bool) -> None:
+    """The last token and masks behind it; what is written is in the order of sequences, or of places; no slot beyond
+    the blocks; padding."""
+    world = World(seed)
+    count, by_place = world.lookahead + 1, seed % 2 == 1
+    slots = world.rng.sample(range(len(world.tables) - 1), world.rng.randint(1, 5))
+    slots += [len(world.tables) - 1] * (seed % 3 * 30)  # padding, also more rows than one program has
+    n, queries, found = len(slots), count + (not anchored), []
+    for rounds, device in ALL:
+        names = ("tokens", "positions", "slot_mapping", "context_len", "row_slots")
+        out = {name: torch.full((n * queries,), -2, dtype=torch.int32, device=device) for name in names}
+        for name in ("decided", "decided_slot"):
+            made = torch.full((n * count,), -2, dtype=torch.int32, device=device)
+            out[name] = made.view(count, n).T if by_place else made.view(n, count)
+        rounds.block_rows(
+            world.state(device).view,
+            slots=torch.tensor(slots, dtype=torch.int32, device=device),
+            tables=world.tables.to(device),
+            mask_token=VOCAB + 3,
+            block_size=BLOCK_SIZE,
+            **out,
+        )
+        found.append({name: values.tolist() for name, values in out.items()})
+    assert found[0] == found[1] == found[2]
+    last = int(world.tensors["length"][slots[0]]) - 1
+    token = int(world.tensors["token_ids"][slots[0], last])
+    assert found[0]["tokens"][:queries] == [token, *[VOCAB + 3] * (queries - 1)]
+    assert found[0]["decided"][0] == list(range(last + 1, last + 1 + count))
+    assert (min(found[0]["slot_mapping"]) == -1) == any(
+        world.tables[slot, 0] * BLOCK_SIZE < world.tensors["length"][slot] - 1 + queries for slot in slots
+    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -405,6 +443,29 @@ def test_features(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     for other in found[1:]:
         for one, two in zip(found[0], other, strict=True):
             assert same_bits(one, two)
+
+
+CASES = [(1, 2, torch.float32), (2, 3, torch.bfloat16), (6, 2, torch.float32)]
+
+
+@pytest.mark.parametrize(("queries", "taps", "dtype"), CASES)
+def test_convolving(queries: int, taps: int, dtype: torch.dtype) -> None:
+    """Along each block, from its first row on; also more channels than one program has."""
+    features = pytest.importorskip("ssd.kernels.triton.features", exc_type=ImportError)
+    torch.manual_seed(queries)
+    rows, width, groups = 3 * queries, 1200, 75
+    x, change, base = (torch.randn(s).to(dtype) for s in ((rows, width), (rows, 2 * taps * groups), (2, taps, width)))
+    for place in (0, 1):
+        expected = torch.zeros(rows, width)
+        for row, t in itertools.product(range(rows), range(taps)):
+            if row % queries >= t:
+                own = change[row].view(2, taps, groups)[place, t].float().repeat_interleave(width // groups)
+                expected[row] += (base[place, t].float() + own) * x[row - t].float()
+        for ours, device in ((features_cpu, CPU), (features, DEVICE)):
+            tensors = (each.to(device) for each in (x, change, base[place]))
+            found = ours.convolve(*tensors, place=place, queries=queries)
+            error = 1e-5 if dtype is torch.float32 else 2.0**-7  # the interpreter truncates
+            torch.testing.assert_close(found.cpu().float(), expected.to(dtype).float(), rtol=error, atol=error)
 
 
 def test_slots_that_are_not_there_are_refused() -> None:

@@ -189,6 +189,31 @@ def test_acceptance(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
             assert torch.equal(cache, wanted)
 
 
+@pytest.mark.parametrize("beams", [1, 5, 8])
+def test_rows_follow_rows(beams: int) -> None:
+    """Of their sequence, several of them perhaps the same one, or each other."""
+    dice, sequences, depth, first, slots = random.Random(beams), 3, 2, 5, 4
+    above = [i // beams * beams + dice.randrange(beams) for i in range(sequences * beams)]
+    cells = first + len(above) * slots + 1
+    for rounds, _, device in ALL:
+        kv = [torch.arange(cells * size, dtype=torch.int32, device=device).view(cells, size) for size in (1, 3, 700)]
+        before = [each.clone() for each in kv]
+        rounds.follow_rows(
+            above=torch.tensor(above, device=device),
+            caches=torch.tensor([[each.data_ptr(), each[0].numel() * 4] for each in kv], device=device),
+            beams=beams,
+            depth=depth,
+            first_slot=first,
+            slots_per_branch=slots,
+        )
+        for cache, old in zip(kv, before, strict=True):
+            wanted = old.clone()
+            for row, source in enumerate(above):
+                to, begin = first + row * slots, first + source * slots
+                wanted[to : to + depth] = old[begin : begin + depth]
+            assert torch.equal(cache, wanted)
+
+
 TREES = ([-1, -1, 0, 0, 2], [-1, 0, 1, 2, 0], [-1, -1, -1, 1, 1], [-1, 0, 0, 0, 1])
 
 

@@ -282,10 +282,11 @@ def test_noise_is_the_same_function() -> None:
 
 @gpu
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("columns", "depth"), [(6144, 4096), (4096, 14336), (1024, 3072), (12800, 5120), (960, 576)])
-def test_linear_rows_keep_their_bits(ops: triton_ops.TritonOps, columns: int, depth: int) -> None:
+def test_linear_rows_keep_their_bits(ops: triton_ops.TritonOps, columns: int, depth: int, dtype: torch.dtype) -> None:
     """Exactness on the GPU rests on this: whatever the number of rows (and so the tile), a row's bits stay."""
-    x, w = randn(600, depth, dtype=torch.bfloat16), randn(columns, depth, dtype=torch.bfloat16)
+    x, w = randn(600, depth, dtype=dtype), randn(columns, depth, dtype=dtype)
     plain, both = ops.prepare(w), ops.prepare(w, gated=True)
     whole, gated, wide = plain.linear(x), both.linear(x), plain.linear(x, float32=True)
     for rows in (1, 2, 7, 16, 17, 32, 33, 64, 65, 100, 128, 129, 256, 300):
@@ -299,17 +300,26 @@ def test_linear_rows_keep_their_bits(ops: triton_ops.TritonOps, columns: int, de
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("heads", [HeadShape(32, 8, 128), HeadShape(32, 8, 64), HeadShape(40, 8, 128)], ids=str)
-@pytest.mark.parametrize(("fp8", "sinks"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("dtype", "fp8", "sinks"),
+    [
+        (torch.bfloat16, False, False),
+        (torch.bfloat16, True, False),
+        (torch.bfloat16, False, True),
+        (torch.float32, False, False),
+    ],
+    ids=str,
+)
 def test_attention_rows_keep_their_bits(
-    ops: triton_ops.TritonOps, heads: HeadShape, block_size: int, fp8: bool, sinks: bool
+    ops: triton_ops.TritonOps, heads: HeadShape, block_size: int, dtype: torch.dtype, fp8: bool, sinks: bool
 ) -> None:
     """A query's bits are the same in a prefill, a chunk, a decode step and a verification, in any company."""
     lengths = [700, 129, 64, 1000, 5000]
-    paged = Paged(heads, lengths, torch.bfloat16, block_size, fp8=fp8)
+    paged = Paged(heads, lengths, dtype, block_size, fp8=fp8)
     ops.reserve([heads], DEVICE)
     logits = torch.linspace(-4, 6, heads.num_heads, device=DEVICE) if sinks else None
     whole = paged.batch(ops, [(s, 0, n) for s, n in enumerate(lengths)], prefill=True)
-    q = randn(sum(lengths), heads.num_heads, heads.head_dim, dtype=torch.bfloat16)
+    q = randn(sum(lengths), heads.num_heads, heads.head_dim, dtype=dtype)
     expected = ops.attention(q, whole, heads, paged.k, paged.v, paged.scales, logits).split(lengths)
     parts = q.split(lengths)
     for s, n in enumerate(lengths):
@@ -337,9 +347,9 @@ def test_pieces_are_shared_out_once_in_no_more_items_than_programs(contexts: lis
     heads = HeadShape(8, 2, 128)
     workspace = attention.Workspace([heads], DEVICE)
     batch, _ = paged_batch([(context - 1, 1) for context in contexts], 64, tile_tokens=4, device=DEVICE)
-    items = workspace.items(batch, 0, 33)[0].tolist()
-    assert not workspace.items(batch, 0, 33, before_pass=True)[1]  # a plan made during the pass stays one
-    assert workspace.items(batch.again(), 0, 33, before_pass=True)[1]
+    items = workspace.items(batch, heads, 33).items.tolist()
+    assert not workspace.items(batch, heads, 33, before_pass=True).before_pass  # a plan made during the pass stays one
+    assert workspace.items(batch.again(), heads, 33, before_pass=True).before_pass
     live = [item for item in items if item[0] >= 0]
     assert items[: len(live)] == live
     assert len(contexts) > 33 or len(live) <= 33

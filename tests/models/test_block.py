@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,40 @@ from block_drafts import Markov, first_draft, make_block
 from conftest import TestModel, mostly_slow
 from eagle_observers import Drafts
 from fakes import wait_until_idle
-from safetensors.torch import load_file
+from first_drafts import write_draft
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 from ssd import LLM, SamplingParams
 from ssd.assembly.open import open_checkpoint, open_feature_draft
 from ssd.cli.main import app
+from ssd.core import Origin, Outcome, Work
+from ssd.decoding.observer import RoundObserver
+from ssd.drafting.arms import Arm
 from ssd.errors import ConfigError, UnsupportedModel
 from ssd.grafts.shapes import SHAPES
 from ssd.layers.spec import RopeConfig
 from ssd.models.block import BlockCheckpoint, BlockConfig
 from ssd.models.config import equal_layers
 from ssd.models.feature_draft import FeatureCheckpoint
+
+
+class Launches(TorchDispatchMode):
+    """The operations of torch inside `with` that compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.__name__.split(".")[0]
+        made = name in ("empty", "empty_strided")
+        if name.endswith("_") or not (made or result.untyped_storage()._cdata == args[0].untyped_storage()._cdata):
+            self.names.add(name)
+        return result
+
 
 K = 5
 TOKENS = [3, 141, 59, 265, 35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 288, 41, 97, 169, 39, 93]
@@ -40,9 +63,16 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"layout": "dflash", "second": True}),
     ("llama-tied", {"layout": "speculators", "second": True}),
 ]
+WINDOWS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3", {"layout": "dflash", "windows": (9, None), "causal": (True, False)}),
+    ("qwen3", {"layout": "dflash", "windows": (9, 9), "second": True, "changes": {"is_causal": False}}),
+    ("qwen3", {"layout": "speculators", "windows": (None, 7), "causal": (False, True), "markov": "vanilla"}),
+    ("qwen3", {"layout": "speculators", "windows": (7, 7), "changes": {"sliding_window_non_causal": True}}),
+    ("qwen3", {"layout": "deepspec", "causal": (True, True), "markov": "gated", "changes": {"is_causal": True}}),
+]
 
 
-@pytest.mark.parametrize(("kind", "options"), KINDS)
+@pytest.mark.parametrize(("kind", "options"), [*KINDS, *WINDOWS])
 def test_drafts_are_those_of_a_plain_implementation(
     make_model: Callable[[str], TestModel],
     tmp_path: Path,
@@ -53,16 +83,19 @@ def test_drafts_are_those_of_a_plain_implementation(
     """Tokens and logits, of a context that one forward pass of the target has left."""
     target = make_model(kind)
     block = make_block(target, tmp_path / "block", **options)
-    tokens, logits = block.draft(TOKENS, K)
-    written, seen = first_draft(target.path, block.path, TOKENS, K, monkeypatch)
+    told: list[float] | None = [] if options["layout"] == "deepspec" else None
+    tokens, logits = block.draft(TOKENS, K, chances=told)
+    written, seen, confidence = first_draft(target.path, block.path, TOKENS, K, monkeypatch)
     assert written == tokens
+    if told:
+        assert confidence == pytest.approx(told, abs=1e-5)
     for ours, theirs in zip(seen, logits, strict=True):
         assert torch.equal(ours.isinf(), theirs.isinf())
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), mostly_slow([KINDS[0], KINDS[4], KINDS[6], KINDS[7]], fast=[KINDS[0], KINDS[4]])
+    ("kind", "options"), mostly_slow([KINDS[0], KINDS[4], KINDS[6], KINDS[7], WINDOWS[0]], fast=[KINDS[0], WINDOWS[0]])
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_texts_are_those_of_plain_decoding(
@@ -118,6 +151,25 @@ def test_each_draft_is_that_of_the_text_before_it(
 
 
 @pytest.mark.parametrize(
+    ("options", "others"), [(KINDS[0][1], set()), ({"layout": "speculators", "markov": "vanilla"}, {"add"})]
+)
+def test_a_draft_is_launched_by_kernels_alone(
+    make_model: Callable[[str], TestModel], tmp_path: Path, options: dict[str, Any], others: set[str]
+) -> None:
+    """Between the upload of slots and the copy to the host torch makes views, and adds up what a Markov head says.
+    Catches an operation of torch per draft or per place, each of which is a launch on a GPU."""
+    target = make_model("qwen3")
+    block = make_block(target, tmp_path / "block", **options)
+    with LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": block.path, "k": K}) as llm:
+        write_draft(llm, TOKENS, K)
+        runner = llm.engine.round.drafter.model.runner  # type: ignore[attr-defined]
+        _, write = runner._block(runner.shapes.of(1, 1, [SamplingParams(temperature=0.0)]), K, Origin.DRAFT)
+        with Launches() as launches:
+            write()
+    assert launches.names == others
+
+
+@pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"vocab_size": 4000}, "block draft has vocab_size=4000, the target 320: use the one that was trained"),
@@ -126,16 +178,20 @@ def test_each_draft_is_that_of_the_text_before_it(
         ({"dflash_config": {"mask_token_id": 4, "target_layer_ids": [0, "x"]}}, "expected a list of layer numbers"),
         ({"dflash_config": {"target_layer_ids": [0, 1]}}, "mask_token_id=None"),
         ({"dflash_config": {"mask_token_id": 400, "target_layer_ids": [0, 1]}}, "mask_token_id=400"),
-        ({"dflash_config": {"mask_token_id": 4, "target_layer_ids": [0, 1], "causal": True}}, "dflash_config.causal"),
+        ({"dflash_config": {"mask_token_id": 4, "target_layer_ids": [0, 1], "causal": 3}}, "causal=3"),
+        ({"dflash_config": {"mask_token_id": 4, "target_layer_ids": [0, 1], "attention_sink_bias": True}}, "sinks"),
         ({"block_size": None}, "block_size=None"),
         ({"block_size": 1}, "writes nothing"),
         ({"block_size": 4}, "writes at most 3 tokens: lower k"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_window is not set"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 8}, "layer_types has 1 entries"),
+        ({"layer_types": ["chunked_attention"] * 2}, "layer type 'chunked_attention'"),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 0}, "sliding_window=0"),
         ({"architectures": ["DFlash2DraftModel"]}, "lacks 11 tensors"),
         ({"architectures": ["DFlash2DraftModel"], "conv_group_size": 7}, "conv_group_size=7 does not divide"),
         ({"architectures": ["DFlash2DraftModel"], "input_embedding_scale": 2}, "input_embedding_scale=2"),
         ({"architectures": ["DFlash2DraftModel"], "draft_vocab_size": 9}, "has the target's vocabulary"),
-        ({"num_hidden_layers": 3}, "lacks 11 tensors"),
+        ({"num_hidden_layers": 3, "layer_types": None}, "lacks 11 tensors"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -162,6 +218,56 @@ def test_auto_chooses_between_plain_decoding_and_drafts(
         found = llm.generate([TOKENS], params)[0]
         assert set(llm.engine.metrics.mode_rounds) <= {"ar", "sd"}
     assert found.token_ids == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("options", [KINDS[0][1], KINDS[2][1]])
+def test_lengths_differ_within_a_batch(
+    make_model: Callable[[str], TestModel], tmp_path: Path, options: dict[str, Any], temperature: float
+) -> None:
+    """By what a confidence head says, or by earlier acceptance: together as many tokens as with equal lengths, and the
+    text of plain decoding."""
+    target = make_model("qwen3")
+    block = make_block(target, tmp_path / "block", **options)
+    prompts = [TOKENS[: 4 + 3 * i] for i in range(4)]
+    params = SamplingParams(max_new_tokens=30, temperature=temperature, seed=5, ignore_eos=True)
+    with LLM(target.path, device="cpu") as llm:
+        expected = [output.token_ids for output in llm.generate(prompts, params)]
+    observer = Lengths()
+    with LLM(target.path, device="cpu", speculation={"mode": "sd", "draft": block.path, "k": "auto"}) as llm:
+        controller: Any = llm.engine.round.drafter
+        controller._wish = lambda *_: controller._take(Arm(2, 0))
+        controller._take(Arm(2, 0))
+        with llm.driver.observing(observer):
+            found = [output.token_ids for output in llm.generate(prompts, params)]
+            wait_until_idle(llm.driver)
+    assert found == expected
+    whole = [lengths for lengths, limits in observer.seen if set(limits) == {4}]
+    assert len(whole) > 3
+    assert all(sum(lengths) == 8 and min(lengths) >= 1 for lengths in whole)
+    assert any(len(set(lengths)) > 1 for lengths in whole)
+
+
+class Lengths(RoundObserver):
+    """Lengths of drafts in rounds of four sequences, and what there was room for."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[list[int], list[int]]] = []
+
+    def decided(self, works: Seq[Work], outcomes: Seq[Outcome | None], seconds: float) -> None:
+        if len(works) == 4 and all(work.proposal.num_tokens for work in works):
+            self.seen.append(([w.proposal.num_tokens for w in works], [w.lookahead for w in works]))
+
+
+def test_a_confidence_head_that_reads_something_else_is_refused(
+    make_model: Callable[[str], TestModel], tmp_path: Path
+) -> None:
+    block = make_block(make_model("qwen3"), tmp_path / "block", "deepspec", markov="vanilla")
+    weights = load_file(tmp_path / "block" / "model.safetensors")
+    weights["confidence_head.proj.weight"] = torch.zeros(1, 7)
+    save_file(weights, tmp_path / "block" / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=r"confidence_head\.proj\.weight has 7 columns"):
+        BlockCheckpoint.open(Path(block.path))
 
 
 def test_other_uses_are_refused_with_the_reason(make_model: Callable[[str], TestModel], tmp_path: Path) -> None:
@@ -203,7 +309,7 @@ def test_a_graft_drafts_what_the_small_one_drafts(
     block = make_block(target, tmp_path / "block", "deepspec" if markov else "dflash", markov=markov)
     tokens, logits = block.draft(TOKENS, K)
     big, draft = (f"graft:{each}@big" for each in (target.path, block.path))
-    written, seen = first_draft(big, draft, TOKENS, K, monkeypatch)
+    written, seen, _ = first_draft(big, draft, TOKENS, K, monkeypatch)
     assert written == tokens
     for ours, theirs in zip(seen, logits, strict=True):
         torch.testing.assert_close(ours[:320], theirs, rtol=1e-4, atol=1e-3)
@@ -229,6 +335,7 @@ def test_what_cannot_be_grafted_is_refused_with_the_reason(
     refused: list[tuple[dict[str, Any], str]] = [
         ({"layout": "deepspec", "markov": "rnn"}, "nor DSpark with a vanilla Markov head"),
         ({"second": True}, "it is no DFlash draft"),
+        ({"windows": (7, 7), "causal": (True, True)}, "it has sliding windows or causal layers"),
         ({"layout": "speculators", "draft_vocab": 200}, "its draft_vocab_size=200 is not the target's 320"),
     ]
     for i, (options, words) in enumerate(refused):
@@ -241,7 +348,7 @@ def test_what_cannot_be_grafted_is_refused_with_the_reason(
         open_graft_of(f"graft:graft:{block.path}@big@big", model)
 
 
-@pytest.mark.parametrize(("kind", "options"), mostly_slow(KINDS[2:], fast=[KINDS[2], KINDS[6], KINDS[8]]))
+@pytest.mark.parametrize(("kind", "options"), mostly_slow([*KINDS[2:], *WINDOWS], fast=[KINDS[2], KINDS[6], KINDS[8]]))
 def test_an_exported_draft_is_the_same_draft_in_the_authors_layout(
     make_model: Callable[[str], TestModel], tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 import os
@@ -9,7 +10,7 @@ import random
 import shutil
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from ssd.layers.parameter import Build
 from ssd.models import gguf_tokenizer
 from ssd.models.config import equal_layers
 from ssd.models.decoder import Decoder, parameter_shapes
+from ssd.models.families import decoder_config
 from ssd.text.tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")
@@ -63,6 +65,30 @@ TOKENIZER: dict[str, Any] = {
     "additional_special_tokens": ["<spare302>"],
     "added_tokens_decoder": {"320": {"content": "<new>", "special": True}},
     "chat_template": [{"name": "default", "template": "{{ messages[0].content }}"}],
+}
+KIMI: dict[str, Any] = {
+    "architectures": ["KimiK25ForConditionalGeneration"],
+    "model_type": "kimi_k25",
+    "vision_config": {"hidden_size": 3},
+    "text_config": {
+        **{key: CONFIG[key] for key in ("num_hidden_layers", "max_position_embeddings", "rms_norm_eps", "rope_theta")},
+        **{"model_type": "kimi_k2", "vocab_size": 515, "hidden_size": 32, "intermediate_size": 32, "dtype": "float32"},
+        **{"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8},
+        **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "first_k_dense_replace": 1, "n_routed_experts": 4},
+        **{"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16, "n_shared_experts": 1},
+        **{"routed_scaling_factor": 2.5, "rope_scaling": {**YARN, "original_max_position_embeddings": 16}},
+        "quantization_config": {
+            **{"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "ue8m0"},
+            "weight_block_size": [16, 16],
+        },
+    },
+}
+TIKTOKEN: dict[str, Any] = {
+    "tokenizer_class": "TikTokenTokenizer",
+    "added_tokens_decoder": {"259": {"content": "[BOS]", "special": True}, "514": {"content": "[PAD]"}},
+    "bos_token": "[BOS]",
+    "additional_special_tokens": ["[PAD]"],
+    "chat_template": "{{ messages[0].content }}",
 }
 HOSTILE: list[Any] = [
     None,
@@ -105,6 +131,23 @@ def make_directory(path: Path) -> Path:
     write_json(path / "generation_config.json", {"eos_token_id": 3})
     write_json(path / "tokenizer_config.json", TOKENIZER)
     byte_tokenizer().save(str(path / "tokenizer.json"))
+    return path
+
+
+def make_kimi(path: Path) -> Path:
+    """A model with latents, tiktoken's ranks, and FP8 in blocks with scales in 8 bits; its text model is nested."""
+    path.mkdir()
+    shapes = {f"language_model.{name}": shape for name, shape in parameter_shapes(decoder_config(KIMI)).items()}
+    tensors = {name: torch.ones(shape) for name, shape in shapes.items()}
+    for name in [name for name in shapes if name.endswith("down_proj.weight")]:
+        scale = torch.full((2, shapes[name][1] // 16), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
+    save_file(tensors, path / "model.safetensors")
+    write_json(path / "config.json", KIMI)
+    write_json(path / "tokenizer_config.json", TIKTOKEN)
+    ranks = [*(bytes([byte]) for byte in range(256)), b"ab", b"abc", b"\xe4\xb8"]
+    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(ranks)]
+    (path / "tiktoken.model").write_text("".join(lines))
     return path
 
 
@@ -191,18 +234,22 @@ def replaced(content: Any, dice: random.Random) -> Any:
     return changed
 
 
-def fuzz(tmp_path: Path, seed: int, count: int) -> None:
+def fuzz_gguf(tmp_path: Path, seed: int, count: int) -> None:
     dice = random.Random(seed)
-    whole, broken = make_directory(tmp_path / "whole"), tmp_path / "broken"
-    gguf, broken_gguf = make_gguf(tmp_path / "whole.gguf"), tmp_path / "broken.gguf"
-    load(whole)
+    gguf, broken = make_gguf(tmp_path / "whole.gguf"), tmp_path / "broken.gguf"
     load(gguf)
     header = gguf.read_bytes()
+    for i in range(count):
+        broken.write_bytes(damaged(header, dice))
+        check_ends_well(broken, f"seed {seed}, GGUF {i}")
+
+
+def fuzz(whole: Path, seed: int, count: int) -> None:
+    dice, broken = random.Random(seed), whole.with_name("broken")
+    load(whole)
     shutil.copytree(whole, broken)
     files = sorted(file.name for file in whole.iterdir())
     for i in range(count):
-        broken_gguf.write_bytes(damaged(header, dice))
-        check_ends_well(broken_gguf, f"seed {seed}, GGUF {i}")
         name = dice.choice(files)
         original = (whole / name).read_bytes()
         if name.endswith(".json") and dice.random() < 0.8:
@@ -228,14 +275,23 @@ def no_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_conversion")
 def test_damaged_files_end_with_a_model_or_an_error_of_ours(tmp_path: Path) -> None:
-    fuzz(tmp_path, seed=0, count=250)
+    fuzz(make_directory(tmp_path / "whole"), seed=0, count=250)
+    fuzz_gguf(tmp_path, seed=0, count=250)
+
+
+def test_damaged_files_of_kimi_end_with_a_model_or_an_error_of_ours(tmp_path: Path) -> None:
+    fuzz(make_kimi(tmp_path / "whole"), seed=0, count=100)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_conversion")
 @pytest.mark.parametrize("seed", range(1, 5))
-def test_many_damaged_files_end_with_a_model_or_an_error_of_ours(seed: int, tmp_path: Path) -> None:
-    fuzz(tmp_path, seed, count=2000)
+@pytest.mark.parametrize("make", [make_directory, make_kimi])
+def test_many_damaged_files_end_with_a_model_or_an_error_of_ours(
+    seed: int, make: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    fuzz(make(tmp_path / "whole"), seed, count=2000)
+    fuzz_gguf(tmp_path, seed, count=2000 if make is make_directory else 0)
 
 
 # --- single cases -----------------------------------------------------------------------------------------------------

@@ -257,10 +257,11 @@ BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", 
 EXPERTS_ONLY = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"]
 
 
-@pytest.mark.parametrize("form", ["fp8", "fp8-weights", "int4"])
+@pytest.mark.parametrize("form", ["fp8", "fp8-ue8m0", "fp8-weights", "int4"])
 def test_published_formats(monkeypatch: pytest.MonkeyPatch, form: str, tmp_path: Path) -> None:
-    """FP8 in blocks everywhere, as DeepSeek publishes it, and INT4 experts in groups, as Kimi K2.5 has them: the logits
-    are those of the widened weights, where rows are not rounded, too; and SD writes AR's text."""
+    """FP8 in blocks everywhere, as DeepSeek publishes it, also with scales that are powers of two, and INT4 experts in
+    groups, as Kimi K2.5 has them: the logits are those of the widened weights, where rows are not rounded, too; and SD
+    writes AR's text."""
     family, own = KINDS["deepseek-v3"]
     sizes = {"q_lora_rank": 32, "kv_lora_rank": 48, "v_head_dim": 16, "moe_intermediate_size": 64}
     sizes |= {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 12}  # all: none is chosen by what was rounded
@@ -276,14 +277,16 @@ def test_published_formats(monkeypatch: pytest.MonkeyPatch, form: str, tmp_path:
         if form == "int4":
             packed, found = pack_ct(weight, name, group=32)
         else:
-            scale = "weight_scale_inv" if form == "fp8" else "weight_scale"
-            packed, found = pack_bytes(weight, name, block=(16, 16), scale=scale)
+            scale = "weight_scale" if form == "fp8-weights" else "weight_scale_inv"
+            powers = torch.float32 if form == "fp8-ue8m0" else None
+            packed, found = pack_bytes(weight, name, block=(16, 16), scale=scale, powers=powers)
         stored |= {f"{layer}.{own}": tensor for own, tensor in packed.items()}
         wide[name] = torch.from_numpy(found)
     save_file(stored, tmp_path / "model.safetensors")
     raw = json.loads((tmp_path / "config.json").read_text())
     config = {
         "fp8": BLOCKS,
+        "fp8-ue8m0": {**BLOCKS, "scale_fmt": "ue8m0"},
         "fp8-weights": compressed("naive-quantized", {**FP8, "strategy": "block", "block_structure": [16, 16]}),
         "int4": {**compressed("pack-quantized", GROUPS_32), "ignore": EXPERTS_ONLY},
     }[form]
@@ -298,7 +301,7 @@ def test_published_formats(monkeypatch: pytest.MonkeyPatch, form: str, tmp_path:
     with LLM(str(tmp_path), device="cpu", dtype="float32", max_num_seqs=1) as llm:
         ours = engine_logits(llm, PROMPTS[0])
         alone = [llm.generate(prompt, params)[0].token_ids for prompt in PROMPTS]
-    assert form == "fp8" or (ours - expected).norm() / expected.norm() < 1e-5
+    assert form in ("fp8", "fp8-ue8m0") or (ours - expected).norm() / expected.norm() < 1e-5
     found = all_weights(HFCheckpoint.open(tmp_path), torch.device("cpu"), torch.float32)
     assert all(torch.equal(found[name], weight) for name, weight in wide.items())
     draft = {"mode": "sd", "draft": str(tmp_path), "k": 3}

@@ -246,6 +246,7 @@ def load(path: Path) -> None:
 
 
 LAYER = "model.layers.1.mlp.down_proj"  # 128 x 256
+EXPONENTS = torch.tensor([[127, 255]], dtype=torch.uint8).view(torch.float8_e8m0fnu)  # 1 and NaN
 
 
 @pytest.mark.parametrize(
@@ -274,6 +275,9 @@ LAYER = "model.layers.1.mlp.down_proj"  # 128 x 256
         ("ct-fp8-channel", "weight_scale", torch.ones(128), r"weight_scale has shape \(128,\)"),
         ("ct-fp8-tensor-static", "input_scale", torch.zeros(1), "input_scale is 0, expected a positive number"),
         ("ct-fp8-tensor-static", "input_scale", None, "lacks 1 tensors"),
+        ("fp8-block-ue8m0-float32", "weight_scale_inv", torch.full((1, 2), 3.0), "no powers of two.*remove scale_fmt"),
+        ("fp8-block-ue8m0", "weight_scale_inv", EXPONENTS, "weight_scale_inv has negative numbers or NaN"),
+        ("fp8-block", "weight_scale_inv", EXPONENTS, "is float8_e8m0fnu, expected bfloat16 or"),
     ],
 )
 def test_tensors_that_contradict_the_format_are_refused(
@@ -332,6 +336,8 @@ def inputs(name: str, **changes: Any) -> dict[str, Any]:
         (changed("fp8-block", weight_block_size=[128, 100]), r"weight_block_size=\[128, 100\]"),
         (changed("fp8-block", activation_scheme="static"), "activation_scheme='static': ssd runs dynamic with"),
         (changed("fp8-block", fmt="e5m2"), "fmt='e5m2': ssd runs e4m3"),
+        (changed("fp8-block", scale_fmt="e4m3"), "scale_fmt='e4m3': ssd runs ue8m0, or none"),
+        (changed("fp8-tensor", scale_fmt="ue8m0"), "scale_fmt='ue8m0': ssd runs it with weight_block_size only"),
         (changed("ct-int4", format="marlin-24"), "format='marlin-24': ssd runs pack-quantized, int-quantized"),
         (changed("ct-int4", quantization_status="frozen"), "quantization_status='frozen': ssd runs compressed"),
         (changed("ct-int4", ignore=["re:("]), "ignore='\\(' is no regular expression"),

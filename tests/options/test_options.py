@@ -21,7 +21,7 @@ from ssd.core import SamplingParams
 from ssd.errors import ConfigError
 from ssd.options import Option, option, options_of, validate
 from ssd.server.options import ServerOptions
-from ssd.text.tool_calls import PARSERS
+from ssd.text.tool_formats import PARSERS
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = (EngineConfig, SpeculationConfig, ServerOptions, SamplingParams)

@@ -37,7 +37,7 @@ def test_the_trained_function_is_what_the_engine_computes(
         p.data.copy_(p.data.bfloat16())
     script.export(draft, "llama", tmp_path)
     tokens = torch.randint(0, 8000, (22,), generator=torch.Generator().manual_seed(5)).tolist()
-    drafted, seen = first_draft("tiny-llama", str(tmp_path), tokens, 7, monkeypatch)
+    drafted, seen, _ = first_draft("tiny-llama", str(tmp_path), tokens, 7, monkeypatch)
     ids = torch.tensor([tokens + drafted])
     blocks = script.Blocks.at(torch.tensor([4, 21]), ids.shape[1])  # another block, which must change nothing
     features, _ = script.teach(target, ids, script.FEATURE_LAYERS)

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import mostly_slow
+from family_templates import TAGS, TEMPLATES
+from tokenizers import AddedToken
 
 pytest.importorskip("fastapi", reason="needs the extras serve and dev")
 
 
 import ssd
 from ssd.core import SamplingParams
+from ssd.errors import RequestError
+from ssd.server.chat_messages import message_fields
 from ssd.server.protocol import ChatRequest
 from ssd.server.tool_use import ToolUse, read_tools
+from ssd.text.message_format import MessageFormat, parse
 from ssd.text.tokenizer import Tokenizer, load_tokenizer
+from ssd.text.tool_formats import PARSERS
 
 pytest.importorskip("llguidance")
 
@@ -51,14 +61,18 @@ def tools_of(tokenizer: Tokenizer, strict: bool = False, choice: Any = "auto", p
     return use
 
 
+@functools.cache
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(tokenizer.backend, tokenizer.vocab_size, [tokenizer.eos_token_id or 0])
+
+
 def follows(tokenizer: Tokenizer, use: ToolUse, text: str, **params: Any) -> bool:
     """Whether every token of the text, as the tokenizer splits it, and then the end are allowed."""
     structured = use.constrained(SamplingParams(**params)).structured
     assert structured is not None
     assert tokenizer.eos_token_id is not None
-    grammars = Grammars(tokenizer.backend, tokenizer.vocab_size, [tokenizer.eos_token_id])
     ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-    return Constraint(grammars.compiled(structured).result()).num_valid(ids) == len(ids)  # type: ignore[arg-type]
+    return Constraint(grammars(tokenizer).compiled(structured).result()).num_valid(ids) == len(ids)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -134,6 +148,134 @@ def test_a_named_tool_is_called_once() -> None:
     named = tools_of(tokenizer, choice={"type": "function", "function": {"name": "add"}})
     assert follows(tokenizer, named, CALLS["qwen3"])
     assert not follows(tokenizer, named, f"{CALLS['qwen3']}\n{CALLS['qwen3']}")
+
+
+# --- formats with tags ------------------------------------------------------------------------------------------------
+
+
+TYPED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 9},
+        "unit": {"enum": ["C", "F"]},
+        "code": {"type": "string", "pattern": "^[a-z]/[0-9]$"},
+        "days": {"$ref": "#/$defs/days"},
+        "note": {"type": ["string", "null"]},
+    },
+    "required": ["city", "days"],
+    "$defs": {"days": {"type": "integer", "minimum": 1}},
+}
+KINDS = ["glm", "deepseek_v3", "deepseek_v31", "kimi_k2"]
+
+
+@functools.cache
+def family_tokenizer(kind: str, tagged: bool) -> Tokenizer:
+    """That of a bundled model, with the template of a family. `tagged`: with its tags as tokens, as the family has."""
+    backend = load_tokenizer(Path(ssd.__file__).parent / "bundle" / "tiny-qwen3").backend
+    if tagged:
+        tags = [AddedToken(tag, special=False, normalized=False) for tag in (*TAGS[kind], "<think>", "</think>")]
+        backend.add_tokens(tags)
+    return Tokenizer(backend, chat_templates={"default": TEMPLATES[kind]}, special_tokens={"eos_token": "<|im_end|>"})
+
+
+def weather(tokenizer: Tokenizer, choice: str = "auto", parallel: bool = True) -> ToolUse:
+    functions = [{"name": "get", "parameters": TYPED, "strict": True}, {"name": "stop", "parameters": SCHEMA}]
+    tools = [{"type": "function", "function": function} for function in functions]
+    body = ChatRequest(model="m", messages=[], tools=tools, tool_choice=choice, parallel_tool_calls=parallel)
+    use = read_tools(body, tokenizer.template_source(), "auto", tokenizer)
+    assert use is not None
+    return use
+
+
+def written(kind: str, *calls: dict[str, Any]) -> str:
+    return PARSERS[kind].written(("get", json.dumps(arguments, ensure_ascii=False)) for arguments in calls)
+
+
+@pytest.mark.parametrize("tagged", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_in_tags_follow_their_schema(kind: str, tagged: bool) -> None:
+    """Forced and strict, whether or not the tags are tokens."""
+    tokenizer = family_tokenizer(kind, tagged)
+    good = {"city": "Zürich <", "unit": "F", "code": "a/7", "days": 2, "note": None}
+    forced, strict, single = weather(tokenizer, "required"), weather(tokenizer), weather(tokenizer, parallel=False)
+    for arguments, allowed in (
+        (good, True),
+        ({"city": "", "days": 1}, True),
+        ({**good, "note": "x"}, kind != "glm"),  # a text that may be something else is in quotes
+        ({**good, "note": '"x"'}, True),
+        ({**good, "city": "x" * 10}, False),
+        ({**good, "unit": "K"}, False),
+        ({**good, "code": "A/7"}, False),
+        ({**good, "days": 0}, False),
+        ({**good, "days": "two"}, False),
+        ({"city": "Rome"}, False),
+        ({**good, "more": 1}, False),
+    ):
+        call = written(kind, arguments)
+        assert follows(tokenizer, forced, call) == allowed, call
+        assert follows(tokenizer, strict, f"I look.\n{call}") == allowed, call
+    call, two = written(kind, good), written(kind, good, good)
+    assert follows(tokenizer, strict, "Hello <b>you</b> {1}")
+    assert follows(tokenizer, strict, two)
+    assert follows(tokenizer, forced, two)
+    assert not follows(tokenizer, forced, f"Hello {call}")
+    assert not follows(tokenizer, forced, call.replace("get", "other"))
+    if tagged:
+        assert not follows(tokenizer, single, two)
+        assert follows(tokenizer, strict, f"Hm.</think>I look.{call}")
+    answer = {"json_schema": {"type": "object", "properties": {"ok": {"type": "boolean"}}}}
+    assert follows(tokenizer, strict, call, structured=answer)
+    assert follows(tokenizer, strict, '{"ok": true}', structured=answer)
+
+
+def test_line_ends_of_glm() -> None:
+    """GLM 4.5 and 4.6 write them, 4.7 does not."""
+    tokenizer = family_tokenizer("glm", True)
+    pairs = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in (("city", "Rome"), ("days", 2))
+    )
+    assert follows(tokenizer, weather(tokenizer, "required"), f"<tool_call>get\n{pairs}</tool_call>")
+
+
+HOSTILE: list[Any] = [
+    {
+        "properties": {
+            "x": {"anyOf": [{"$ref": "#/properties/y"}] * 9},
+            "y": {"anyOf": [{"$ref": "#/properties/x"}] * 9},
+        }
+    },
+    {"properties": {"x": {"$ref": "#/properties/x"}, "y": True, "z": {"$ref": 5}}, "required": 7},
+    {"properties": {"x": {"type": "string", "enum": [1, {}]}, "y": {"type": "string", "enum": 3}}},
+    {"properties": {"x": {"type": "string", "minLength": "a"}, "y": {"type": [None, 4]}, "z": {"const": "a"}}},
+    {"properties": {"x": {"type": "string", "pattern": "a/\nstart: b"}, 'q"\n': {"type": "string", "maxLength": -3}}},
+    {"properties": [1], "$defs": 5},
+]
+
+
+@pytest.mark.parametrize("schema", HOSTILE)
+def test_absurd_schemas_of_arguments_in_tags(schema: dict[str, Any]) -> None:
+    """They end with a grammar or an error of the request, and calls of such tools can be read."""
+    tokenizer = family_tokenizer("glm", True)
+    tool = {"type": "function", "function": {"name": "get", "parameters": schema}}
+    use = read_tools(ChatRequest(model="m", messages=[], tools=[tool]), TEMPLATES["glm"], "auto", tokenizer)
+    assert use is not None
+    forced = replace(use, forced=True).constrained(SamplingParams()).structured
+    with suppress(RequestError):
+        grammars(tokenizer).compiled(forced).result()
+    text = written("glm", {"x": "1", "y": [1], "z": None})
+    fields = message_fields(parse(text, MessageFormat(PARSERS["glm"], use.schemas)))
+    assert set(json.loads(fields["tool_calls"][0]["function"]["arguments"])) == {"x", "y", "z"}
+
+
+def test_arguments_of_no_schema_in_tags() -> None:
+    """Any pairs are allowed where the schema names none."""
+    tokenizer = family_tokenizer("glm", True)
+    tool = {"type": "function", "function": {"name": "get"}}
+    body = ChatRequest(model="m", messages=[], tools=[tool], tool_choice="required")
+    use = read_tools(body, TEMPLATES["glm"], "auto", tokenizer, additional_properties=True)
+    assert use is not None
+    assert follows(tokenizer, use, written("glm", {"x": "Rome", "y": 1}))
+    assert follows(tokenizer, use, "<tool_call>get</tool_call>")
 
 
 def test_without_constraint() -> None:

@@ -236,8 +236,8 @@ def test_a_template_in_harmony_is_rendered_by_us_with_a_date_that_stays() -> Non
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-NAMES = frozenset({"get_weather", "generate_file"})
-HARMONY = MessageFormat(tool_names=NAMES, harmony=True)
+SCHEMAS: dict[str, Any] = {"get_weather": {}, "generate_file": {}}
+HARMONY = MessageFormat(tools=SCHEMAS, harmony=True)
 
 
 def fields(text: str, form: MessageFormat = HARMONY) -> dict[str, Any]:
@@ -333,7 +333,7 @@ def test_what_an_answer_consists_of(text: str, expected: dict[str, Any]) -> None
 
 def test_pieces_come_at_once() -> None:
     """Reasoning and arguments are streamed; a call begins when its header ends."""
-    parser = HarmonyParser(NAMES)
+    parser = HarmonyParser(SCHEMAS)
     assert parser.feed("<|channel|>analysis<|message|>Hm") == [Reasoning("Hm")]
     assert parser.feed(", <") == [Reasoning(", ")]
     assert parser.feed("|end|><|start|>assistant<|channel|>commentary to=functions.get_wea") == []
@@ -345,9 +345,7 @@ def test_pieces_come_at_once() -> None:
 def test_one_call_only_if_asked_so() -> None:
     twice = WEATHER + "<|call|><|start|>assistant" + WEATHER
     assert len(fields(twice)["tool_calls"]) == 2
-    assert (
-        len(fields(twice, MessageFormat(tool_names=NAMES, harmony=True, parallel_tool_calls=False))["tool_calls"]) == 1
-    )
+    assert len(fields(twice, MessageFormat(tools=SCHEMAS, harmony=True, parallel_tool_calls=False))["tool_calls"]) == 1
 
 
 def test_an_answer_that_continues_a_message() -> None:

@@ -14,15 +14,24 @@ from ssd.server.chat_messages import message_fields
 from ssd.text import message_format
 from ssd.text.events import CallArguments, CallBegin, CallEnd, Event, Text
 from ssd.text.message_format import MessageFormat, parse
-from ssd.text.tool_calls import PARSERS, parser_for
+from ssd.text.tool_formats import PARSERS, parser_for
 
-NAMES = frozenset({"get_weather", "add"})
+PROPERTIES: dict[str, Any] = {
+    "city": {"type": "string"},
+    "a": {"type": "integer"},
+    "b": {"type": ["string", "null"]},
+    "unit": {"enum": ["C", "F"]},
+    "deep": {"anyOf": [{"$ref": "#/$defs/list"}, {"type": "boolean"}]},
+    "endless": {"$ref": "#/properties/endless"},
+}
+LIST = {"type": "array", "items": {"type": "integer"}}
+SCHEMAS = {"get_weather": {"type": "object", "properties": PROPERTIES, "$defs": {"list": LIST}}, "add": {}}
 QWEN_TEMPLATE = "{% if tools %}<tool_call>{{ tools }}</tool_call>{% endif %}"
 LLAMA_TEMPLATE = '<|start_header_id|>{% if tools %}{"name": …, "parameters": …}{% endif %}'
 
 
 def format_of(kind: str, **options: Any) -> MessageFormat:
-    return MessageFormat(PARSERS[kind], NAMES, **options)
+    return MessageFormat(PARSERS[kind], SCHEMAS, **options)
 
 
 def parsed(kind: str, text: str, **options: Any) -> tuple[str, list[tuple[str, str]]]:
@@ -82,6 +91,145 @@ FENCED_DATA = 'See:\n```json\n{"name": "Ada", "age": 36}\n```\nand ```json {"a":
 def test_formats(kind: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
     """Each family's own format, and the variants that models write."""
     assert parsed(kind, text) == (content, calls)
+
+
+TAGGED = "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"
+DS_BEGIN, DS_END, CALL_BEGIN, CALL_END, SEP = (
+    f"<\uff5c{words}\uff5c>".replace(" ", "\u2581")
+    for words in ("tool calls begin", "tool calls end", "tool call begin", "tool call end", "tool sep")
+)
+V3_CALL = f'{CALL_BEGIN}function{SEP}add\n```json\n{{"a": 1}}\n```{CALL_END}'
+V31_CALL = f'{CALL_BEGIN}add{SEP}{{"a": 1}}{CALL_END}'
+KIMI_BEGIN, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+
+
+def kimi_call(head: str, arguments: str = '{"a": 1}') -> str:
+    return f"<|tool_call_begin|>{head}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+
+
+KIMI_CALL = kimi_call("functions.add:0")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "content", "calls"),
+    [
+        ("glm", "<tool_call>add</tool_call>", "", [("add", "{}")]),
+        ("glm", "<tool_call>add\n</tool_call>\n<tool_call>add\n</tool_call>", "", [("add", "{}")] * 2),
+        ("glm", "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", "", [ADD]),
+        ("glm", "I add. <tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", "I add.", [ADD]),
+        ("glm", "<tool_call>add</tool_call> done", " done", [("add", "{}")]),
+        ("deepseek_v3", f"I add.{DS_BEGIN}{V3_CALL}\n{V3_CALL}{DS_END}", "I add.", [ADD, ADD]),
+        ("deepseek_v3", f"{DS_BEGIN}\n{V31_CALL}{DS_END}", "", [ADD]),  # either parser reads both versions
+        ("deepseek_v31", f"I add.\n\n{DS_BEGIN}{V31_CALL}{V31_CALL}{DS_END}", "I add.", [ADD, ADD]),
+        ("deepseek_v31", f"{DS_BEGIN}{V3_CALL}{DS_END}", "", [ADD]),
+        ("deepseek_v31", f"{V31_CALL}", "", [ADD]),  # without its section
+        ("deepseek_v31", f"{DS_BEGIN}{V31_CALL.removesuffix(CALL_END)}", "", [ADD]),  # ended before the closing tags
+        ("deepseek_v31", f"{DS_BEGIN}{V31_CALL}{DS_END}So.", "So.", [ADD]),
+        ("kimi_k2", f"I add. {KIMI_BEGIN}{KIMI_CALL}{kimi_call('functions.add:1')}{KIMI_END}", "I add.", [ADD, ADD]),
+        ("kimi_k2", f"{KIMI_BEGIN} {kimi_call('add:0')} {KIMI_END}", "", [ADD]),
+        ("kimi_k2", kimi_call(" functions.add "), "", [ADD]),
+    ],
+)
+def test_formats_with_tags(kind: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    assert parsed(kind, text) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("glm", "<tool_call>other</tool_call>"),
+        ("glm", "<tool_call>add and more"),
+        ("glm", "<tool_call></tool_call>"),
+        ("glm", "<tool_call>" + "add " * 200),
+        ("glm", "<tool_call>add<b></tool_call>"),
+        ("glm", "<tool_call>add<arg_key>a</arg_key>1</tool_call> or so"),
+        ("glm", "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value>"),
+        ("glm", "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Rome</tool_call>"),
+        ("glm", CALL),
+        ("deepseek_v31", f"{DS_BEGIN}{DS_END}"),
+        ("deepseek_v31", f"{DS_BEGIN}{CALL_BEGIN}other{SEP}{{}}{CALL_END}{DS_END}"),
+        ("deepseek_v31", f"{CALL_BEGIN}add{SEP}[1]{CALL_END} and more"),
+        ("deepseek_v31", f'{CALL_BEGIN}add{SEP}{{"a": 1 2}}{CALL_END} and more'),
+        ("deepseek_v31", f'{CALL_BEGIN}add{SEP}{{"a": '),
+        ("deepseek_v31", f"{DS_BEGIN}{CALL_BEGIN}" + "add" * 300),
+        ("kimi_k2", f"{KIMI_BEGIN}{kimi_call('functions.other:0')}{KIMI_END}"),
+        ("kimi_k2", kimi_call("functions.add:x")),
+        ("kimi_k2", '<|tool_call_begin|>functions.add:0{"a": 1}<|tool_call_end|>'),
+    ],
+)
+def test_what_is_no_call_in_tags_is_text(kind: str, text: str) -> None:
+    """Not a character of a message is lost, whether or not its arguments had begun."""
+    assert parsed(kind, text) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "argument"),
+    [
+        ("city", "São\nPaulo ", '"São\\nPaulo "'),
+        ("city", "5", '"5"'),  # the schema says that it is text
+        ("city", '<b> "x" \\ </arg_valu', '"<b> \\"x\\" \\\\ </arg_valu"'),
+        ("city", "", '""'),
+        ("a", " 12 ", "12"),
+        ("a", "twelve", '"twelve"'),
+        ("a", "1.50", "1.50"),  # of another type, which the tool may refuse
+        ("b", "null", "null"),
+        ("b", "5", '"5"'),
+        ("b", '"quoted"', '"quoted"'),
+        ("unit", "C", '"C"'),
+        ("deep", "[1, 2]", "[1, 2]"),
+        ("deep", "true", "true"),
+        ("endless", "x", '"x"'),
+        ("other", '{"x": [NaN]}', '"{\\"x\\": [NaN]}"'),
+        ("other", '{"x": [1]}', '{"x": [1]}'),
+        ("other", "Rome", '"Rome"'),
+    ],
+)
+def test_arguments_in_tags_have_the_types_of_the_schema(key: str, value: str, argument: str) -> None:
+    text = f"<tool_call>get_weather<arg_key>{key}</arg_key><arg_value>{value}</arg_value></tool_call>"
+    content, [(_, arguments)] = parsed("glm", text)
+    assert (content, arguments) == ("", f'{{"{key}": {argument}}}')
+    assert list(json.loads(arguments)) == [key]
+
+
+def test_text_in_tags_is_streamed() -> None:
+    """The value of a text comes as it is written, without what may be the beginning of its closing tag."""
+    parser = format_of("glm").parser()
+    [begin, *first] = parser.feed("<tool_call>get_weather<arg_key>city</arg_key><arg_value>Ro")
+    assert isinstance(begin, CallBegin)
+    assert "".join(event.text for event in first) == '{"city": "Ro'
+    assert parser.feed("me</arg_") == [CallArguments(0, "me")]
+    assert parser.feed("value><arg_key>a</arg_key><arg_value>1") == [CallArguments(0, '", "a": ')]
+    assert parser.feed("2</arg_value></tool_call>") == [CallArguments(0, "12}"), CallEnd(0)]
+
+
+def test_the_ids_of_the_model_are_kept() -> None:
+    """Kimi's template writes them into the prompt of the next turn. One that is not new would mix up results."""
+    text = "".join(kimi_call(f"functions.add:{number}") for number in (3, 4, 4))
+    ids = [event.id for event in parse(text, format_of("kimi_k2")) if isinstance(event, CallBegin)]
+    assert ids[:2] == ["functions.add:3", "functions.add:4"]
+    assert ids[2].startswith("call_")
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_call_of_kimi_ends_its_reasoning(opened: bool) -> None:
+    """The model leaves out the closing tag there."""
+    text = ("" if opened else "<think>") + f"Hm. {KIMI_BEGIN}{KIMI_CALL}{KIMI_END}"
+    form = format_of("kimi_k2", reasoning=True, reasoning_opened=opened)
+    assert streamed(form, list(text)) == contents(parse(text, form)) == ("", "Hm.", [ADD])
+    _, reasoning, calls = contents(parse(f"<think>{V31_CALL}</think>So.", format_of("deepseek_v31", reasoning=True)))
+    assert (reasoning, calls) == (V31_CALL, [])
+
+
+@pytest.mark.parametrize("kind", PARSERS)
+def test_what_is_written_is_read(kind: str) -> None:
+    """The calls that prompts show, and the grammar of forced calls, have the form that is parsed."""
+    arguments = {"city": 'São "Paulo"', "a": 1, "deep": [1, 2]}
+    calls = [("get_weather", json.dumps(arguments)), ("add", "{}")]
+    content, found = parsed(kind, PARSERS[kind].written(calls))
+    assert (content, [(name, json.loads(text)) for name, text in found]) == (
+        "",
+        [("get_weather", arguments), ("add", {})],
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,7 +306,7 @@ def test_fences_where_the_template_teaches_no_format(kind: str) -> None:
 
 
 def format_in(template: str) -> MessageFormat:
-    return message_format.format_of(template, "", PARSERS["hermes"], NAMES)
+    return message_format.format_of(template, "", PARSERS["hermes"], SCHEMAS)
 
 
 MARKUP = [
@@ -166,6 +314,10 @@ MARKUP = [
     ("llama3", f"<|python_tag|>{LLAMA_CALL}"),
     ("json", LLAMA_CALL),
     ("fenced", f"\n```json\n{CALL}\n```"),
+    ("glm", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
+    ("deepseek_v3", f"{DS_BEGIN}{V3_CALL}{DS_END}"),
+    ("deepseek_v31", f"\n\n{DS_BEGIN}{V31_CALL}{DS_END}"),
+    ("kimi_k2", f"{KIMI_BEGIN}{KIMI_CALL}{KIMI_END}"),
 ]
 
 
@@ -175,6 +327,7 @@ def test_no_markup_of_a_call_that_was_cut_is_text(kind: str, call: str, forced: 
     """Wherever the limit of tokens cuts it, at once and piece by piece. A call whose arguments have begun is there, as
     far as it goes. A forced call is cut by stop strings, too."""
     form = format_of(kind, forced=forced)
+    last = {"glm": "</tool_call>", **dict.fromkeys(("deepseek_v3", "deepseek_v31", "kimi_k2"), "}")}.get(kind, "}}")
     before = "" if forced or kind == "json" else "I see."
     for length in range(len(call) + 1):
         text = before + (call if before else call.lstrip())[:length]
@@ -186,7 +339,7 @@ def test_no_markup_of_a_call_that_was_cut_is_text(kind: str, call: str, forced: 
         assert (whole.rstrip(), same) == (before, calls)
         assert not calls or ADD[1].startswith(calls[0][1])
         ends = [event.complete for event in events if isinstance(event, CallEnd)]
-        assert ends == (["}}" in text] if calls else [])
+        assert ends == ([last in text] if calls else [])
 
 
 def test_a_message_that_is_not_cut_keeps_every_character() -> None:
@@ -201,7 +354,10 @@ def test_parallel_calls_can_be_forbidden() -> None:
 
 TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "<", "<tool", "</")
 JSON = (CALL, LLAMA_CALL, "{", "}", '"', "\\", '{"name": "add", "arguments": {"s": "}</tool_call>', ", 1", "; ")
-PARTS = st.sampled_from((*TAGS, *JSON, "\n", " ", "é", "🙂", "text"))
+TAGGED_PARTS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "add", "city", "5", "<tool_call>add")
+DEEPSEEK_PARTS = (DS_BEGIN, DS_END, CALL_BEGIN, CALL_END, SEP, "function", "```json", "```", f"{CALL_BEGIN}add{SEP}")
+KIMI_PARTS = (KIMI_BEGIN, KIMI_END, *kimi_call(" functions.add:0 ").split(" "), KIMI_CALL, "<|tool_call_begin|>add:1")
+PARTS = st.sampled_from((*TAGS, *JSON, *TAGGED_PARTS, *DEEPSEEK_PARTS, *KIMI_PARTS, "\n", " ", "é", "🙂", "text"))
 
 
 @given(st.lists(PARTS, max_size=8).map("".join), st.sampled_from(list(PARSERS)), st.booleans(), st.data())
@@ -224,17 +380,43 @@ json_values = st.recursive(
 def test_all_arguments_come_back(values: list[dict[str, Any]], ascii_only: bool, data: st.DataObject) -> None:
     """Any JSON object survives as arguments, in every format and every split."""
     texts = [json.dumps(value, ensure_ascii=ascii_only) for value in values]
-    for kind, text in (
-        ("hermes", "".join(f'<tool_call>\n{{"name": "add", "arguments": {t}}}\n</tool_call>\n' for t in texts)),
-        ("llama3", "; ".join(f'{{"name": "add", "parameters": {t}}}' for t in texts)),
-    ):
+    for kind in ("hermes", "llama3", "deepseek_v3", "deepseek_v31", "kimi_k2"):
+        text = PARSERS[kind].written(("add", t) for t in texts)
         cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=9)) | {0, len(text)})
         content, _, calls = streamed(format_of(kind), [text[a:b] for a, b in itertools.pairwise(cuts)])
         assert (content, calls) == ("", [("add", t) for t in texts])
 
 
-def test_the_template_chooses_the_parser() -> None:
-    assert parser_for(QWEN_TEMPLATE) is PARSERS["hermes"]
-    assert parser_for(LLAMA_TEMPLATE) is PARSERS["llama3"]
-    assert parser_for("{{ messages }}") is None
-    assert parser_for("{{ tools }} in a format of its own") is None
+@given(st.dictionaries(st.sampled_from([*PROPERTIES, "other"]), json_values, max_size=4), st.data())
+def test_all_arguments_in_tags_come_back(arguments: dict[str, Any], data: st.DataObject) -> None:
+    """Any value of a type that the schema has; text where nothing else is allowed, or that is no other value."""
+    allowed = {
+        "city": st.text().filter(lambda text: "</arg_value>" not in text),
+        "a": st.integers(),
+        "b": st.none() | st.text(min_size=1).map(lambda text: f"a{text}"),
+        "unit": st.sampled_from("CF"),
+    }
+    arguments |= {key: data.draw(values) for key, values in allowed.items() if key in arguments}
+    arguments = {key: value for key, value in arguments.items() if key in allowed or not isinstance(value, str)}
+    text = PARSERS["glm"].written([("get_weather", json.dumps(arguments))])
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=9)) | {0, len(text)})
+    content, _, [(_, found)] = streamed(format_of("glm"), [text[a:b] for a, b in itertools.pairwise(cuts)])
+    assert (content, json.loads(found)) == ("", arguments)
+
+
+@pytest.mark.parametrize(
+    ("template", "kind"),
+    [
+        (QWEN_TEMPLATE, "hermes"),
+        (LLAMA_TEMPLATE, "llama3"),
+        ("{{ tools }} <tool_call>{{ name }}<arg_key>{{ k }}</arg_key>", "glm"),
+        (f"{{# no tools #}}{DS_BEGIN}{CALL_BEGIN}{SEP}\n```json", "deepseek_v3"),
+        (f"{DS_BEGIN}{CALL_BEGIN}{SEP}", "deepseek_v31"),
+        (f"{{{{ tools }}}}{KIMI_BEGIN}{KIMI_CALL}", "kimi_k2"),
+        ("{{ messages }}", None),
+        ("<tool_call> without a list of them", None),
+        ("{{ tools }} in a format of its own", None),
+    ],
+)
+def test_the_template_chooses_the_parser(template: str, kind: str | None) -> None:
+    assert parser_for(template) is (None if kind is None else PARSERS[kind])

@@ -1,4 +1,4 @@
-"""The function of `ssd.kernels.triton.features` in plain torch."""
+"""The functions of `ssd.kernels.triton.features` in plain torch."""
 
 from __future__ import annotations
 
@@ -34,3 +34,13 @@ def shift_and_keep(
     last = (last & (row_work >= 0)).nonzero()[:, 0]
     kept[slot[last], place[last]] = fused[last]
     return hidden.masked_fill_((row_work < 0)[:, None], 0.0), torch.where(known, slot_mapping, -1)
+
+
+def convolve(x: torch.Tensor, change: torch.Tensor, base: torch.Tensor, *, place: int, queries: int) -> torch.Tensor:
+    taps, width = base.shape
+    changes = change.view(len(x), 2, taps, -1)[:, place].float()
+    own = (base.float() + changes.repeat_interleave(width // changes.shape[-1], dim=-1)).view(-1, queries, taps, width)
+    blocks, out = x.float().view(-1, queries, width), torch.zeros(x.shape).view(-1, queries, width)
+    for t in range(min(taps, queries)):
+        out[:, t:] += own[:, t:, t] * blocks[:, : queries - t]
+    return out.view(x.shape).to(x.dtype)

@@ -25,8 +25,9 @@ class Rounds:
             "accept_node", "a decision names a slot, a row or a draft token that is not there"
         )
         self._move_accepted = kernels.function("move_accepted")
-        self._stage, self._look_up, self._store = (
-            kernels.function(name, _NO_SLOT) for name in ("stage", "look_up", "store")
+        self._follow_rows = kernels.function("follow_rows", "a row follows one that is not there")
+        self._stage, self._look_up, self._store, self._block_rows = (
+            kernels.function(name, _NO_SLOT) for name in ("stage", "look_up", "store", "block_rows")
         )
         self._extend_rows, self._keep_best = kernels.function("extend_rows"), kernels.function("keep_best")
 
@@ -49,6 +50,10 @@ class Rounds:
         sizes = {"works": len(given["slots"]), "table_columns": given["tables"].shape[1]}
         self._move_accepted(**_numbers(given), state=state.fields, **sizes, num_caches=len(given["caches"]))
 
+    def follow_rows(self, **given: Any) -> None:
+        sizes = {"sequences": len(given["above"]) // given["beams"], "num_caches": len(given["caches"])}
+        self._follow_rows(**_numbers(given), **sizes)
+
     def stage(self, state: StateView, **given: Any) -> None:
         sequences, tokens = given["tokens"].shape
         self._stage(**_numbers(given), state=state.fields, sequences=sequences, reads=tokens - 1)
@@ -65,6 +70,20 @@ class Rounds:
         after, rows, ld = given["after"], len(given["tokens"]), given["chain"].shape[1]
         branches, ld_after = (1, 0) if after is None else (after.shape[1], after.stride(0))
         self._extend_rows(**_numbers(given), rows=rows, branches=branches, ld_after=ld_after, ld=ld)
+
+    def block_rows(self, state: StateView, **given: Any) -> None:
+        sequences, count = given["decided"].shape
+        ld_sequence, ld_place = given["decided"].stride()
+        self._block_rows(
+            **_numbers(given),
+            state=state.fields,
+            sequences=sequences,
+            queries=len(given["tokens"]) // sequences,
+            count=count,
+            ld_sequence=ld_sequence,
+            ld_place=ld_place,
+            table_columns=given["tables"].shape[1],
+        )
 
     def keep_best(self, **given: Any) -> None:
         rows, found = given["best"].shape

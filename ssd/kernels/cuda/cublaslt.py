@@ -13,8 +13,10 @@ import bisect
 import ctypes
 import functools
 import hashlib
+import itertools
 import json
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -303,23 +305,45 @@ class Choices:
 def measure(runs: list[Callable[[torch.Tensor], object]], weight: torch.Tensor, repeats: int = 5) -> list[float]:
     """Milliseconds of each run, the least of some, one after the other on weights that are not in the GPU's cache.
 
-    In turns: a GPU that is slower for a while is so for all of them.
+    In turns: a GPU that is slower for a while is so for all of them. The GPU is kept busy until all launches of a turn
+    are queued: for a narrow weight they take longer than its products.
     """
     cache = torch.cuda.get_device_properties(weight.device).L2_cache_size
     copies = [weight, *(weight.clone() for _ in range(min(3 * cache // weight.nbytes, _MOST_COPIES)))]
     other = torch.empty(8 * cache, dtype=torch.uint8, device=weight.device)
     for run in runs:
         run(weight)
+    launches = max(_launch_seconds(run, weight) for run in runs) * len(copies)
+    busy = 2 + int(launches / _fill_seconds(other))
     events = [[[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in runs] for _ in range(repeats)]  # type: ignore[no-untyped-call]
     for turn in events:
         for run, (begin, end) in zip(runs, turn, strict=True):
-            other.zero_()  # takes longer than the launches
+            for _ in range(busy):
+                other.zero_()
             begin.record()  # type: ignore[no-untyped-call]
             for each in copies:
                 run(each)
             end.record()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize(weight.device)
     return [min(begin.elapsed_time(end) for begin, end in each) / len(copies) for each in zip(*events, strict=True)]
+
+
+def _launch_seconds(run: Callable[[torch.Tensor], object], weight: torch.Tensor) -> float:
+    """Of the host, the least of some."""
+    times = [time.perf_counter()]
+    for _ in range(3):
+        run(weight)
+        times.append(time.perf_counter())
+    return min(end - start for start, end in itertools.pairwise(times))
+
+
+def _fill_seconds(other: torch.Tensor) -> float:
+    """Of the GPU."""
+    torch.cuda.synchronize(other.device)
+    start = time.perf_counter()
+    other.zero_()
+    torch.cuda.synchronize(other.device)
+    return time.perf_counter() - start
 
 
 @functools.cache
@@ -339,5 +363,6 @@ def load() -> CublasLt | None:
 def _key(version: int) -> str:
     """Hash of everything that affects bits and speed."""
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-    what = f"{gpu.name} {gpu.major}.{gpu.minor} {version} {torch.version.cuda} {triton.__version__} {_FEW_CANDIDATES} "
-    return hashlib.sha256(what.encode() + Path(own.__file__).read_bytes()).hexdigest()[:16]
+    what = f"{gpu.name} {gpu.major}.{gpu.minor} {version} {torch.version.cuda} {triton.__version__} "
+    sources = b"".join(Path(each).read_bytes() for each in (own.__file__, __file__))
+    return hashlib.sha256(what.encode() + sources).hexdigest()[:16]

@@ -50,6 +50,7 @@ def takes(x: torch.Tensor, weight: PackedCodes, bias: torch.Tensor | None, row_s
     if (
         weight.type not in _FORMATS
         or weight.numbers is not None
+        or weight.parts_of_group
         or not x.is_cuda
         or x.dtype is not torch.bfloat16
         or not 0 < len(x) <= _LAUNCHES * _MOST_ROWS

@@ -13,9 +13,7 @@ Row sums are taken by the tensor cores (a product with ones), whose order of sum
 own tokens of a branch are one more piece, folded last. Each branch of a tile has columns of its own, a multiple of the
 tensor cores' step, so its index in the tile does not change its bits either.
 
-Latent attention (`HeadShape.value_dim`) is the same with ROPE: a key's columns behind those that are its value have a
-product of their own, which is added to that of the others. Its many query heads are cut into parts, which are programs
-of their own as KV heads are; values are as wide as several heads', so tiles have fewer rows.
+Latent attention (`HeadShape.value_dim`) has kernels of its own (`latent.py`) and shares the plan and the workspace.
 
 Nodes of token trees (`TreePaths`) have keys and values of their own in the steps from the last decided tokens on. These
 are at the columns where a chain has them, each row for itself: so a node has the bits of a chain.
@@ -32,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import torch
 import triton
@@ -47,6 +46,7 @@ Prefill = Callable[
     [torch.Tensor, torch.Tensor, DeviceBatch, HeadShape, torch.Tensor, torch.Tensor, torch.Tensor | None], bool
 ]
 SPLIT = 512
+LATENT_SPLIT, LATENT_GROUP = 128, 8  # pieces of latent attention, and how many are folded together first
 BLOCK_N = 64  # positions per step; part of the fixed order
 _MMA_COLUMNS = 16  # keys of one tensor-core step, at most
 _DECODE_ROWS = 16  # of a tile: the tensor cores' minimum
@@ -78,11 +78,9 @@ def _fold(m, l, acc, m_piece, l_piece, acc_piece, scale):
 
 
 @triton.jit
-def _step(q, q_rope, k, k_rope, v, masked, visible, scale, ones, m, sums, acc, ROPE: tl.constexpr):
+def _step(q, k, v, masked, visible, scale, ones, m, sums, acc):
     """Adds keys and values to the softmax sums of the query rows; m: the largest product so far, not scaled."""
     scores = tl.dot(q, tl.trans(k), input_precision="tf32x3")
-    if ROPE:
-        scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="tf32x3")
     if masked:
         scores = tl.where(visible, scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, axis=1))
@@ -97,37 +95,28 @@ def _step(q, q_rope, k, k_rope, v, masked, visible, scale, ones, m, sums, acc, R
 
 @triton.jit
 def _load_kv(
-    k, v, table, start, end, kv_head, slot_stride, d, rope,
-    TMA: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
-    WIDEN: tl.constexpr, dtype: tl.constexpr,
+    k, v, table, start, end, kv_head, slot_stride, d,
+    TMA: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, WIDEN: tl.constexpr,
+    dtype: tl.constexpr,
 ):  # fmt: skip
-    """Keys, with ROPE their other columns, and values of one head at BLOCK_N positions from `start`; without TMA only
-    those before `end`."""
+    """Keys and values of one head at BLOCK_N positions from `start`; without TMA only those before `end`."""
     if TMA:
         slot = tl.load(table + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
         keys, values = k.load([slot, kv_head * D]), v.load([slot, kv_head * D])
-        k_rope = keys
     else:
         n = start + tl.arange(0, BLOCK_N)
         block = tl.load(table + n // BLOCK_SIZE, mask=n < end, other=0).to(tl.int64)
         slots = (block * BLOCK_SIZE + n % BLOCK_SIZE)[:, None] * slot_stride
-        at = (0 if ROPE else kv_head * D) + slots + d[None, :]
+        at = kv_head * D + slots + d[None, :]
         mask = (n < end)[:, None] & (d < D)[None, :]
-        keys = tl.load(k + at, mask=mask, other=0.0)
-        if ROPE:
-            values = keys
-            k_rope = tl.load(k + slots + D + rope[None, :], mask=(n < end)[:, None] & (rope < ROPE)[None, :], other=0.0)
-        else:
-            values = tl.load(v + at, mask=mask, other=0.0)
-            k_rope = keys
-    return widen(keys, dtype, WIDEN), k_rope, widen(values, dtype, WIDEN)
+        keys, values = tl.load(k + at, mask=mask, other=0.0), tl.load(v + at, mask=mask, other=0.0)
+    return widen(keys, dtype, WIDEN), widen(values, dtype, WIDEN)
 
 
 @triton.jit
 def _load_path(
-    k, v, table, path, slots_ptr, n, decided, last, kv_head, slot_stride, d, rope,
-    BLOCK_SIZE: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, WIDEN: tl.constexpr,
-    dtype: tl.constexpr,
+    k, v, table, path, slots_ptr, n, decided, last, kv_head, slot_stride, d,
+    BLOCK_SIZE: tl.constexpr, D: tl.constexpr, WIDEN: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """The same at the positions n up to `last`, as a node of a tree sees them."""
     seen, own = n <= last, (n <= last) & (n >= decided)
@@ -135,22 +124,16 @@ def _load_path(
     row = tl.load(path + n - decided, mask=own, other=0)
     slot = tl.maximum(tl.load(slots_ptr + row, mask=own, other=0), 0).to(tl.int64)
     slots = tl.where(own, slot, block * BLOCK_SIZE + n % BLOCK_SIZE)[:, None] * slot_stride
-    at, mask = (0 if ROPE else kv_head * D) + slots + d[None, :], seen[:, None] & (d < D)[None, :]
-    keys = tl.load(k + at, mask=mask, other=0.0)
-    if ROPE:
-        values = keys
-        k_rope = tl.load(k + slots + D + rope[None, :], mask=seen[:, None] & (rope < ROPE)[None, :], other=0.0)
-    else:
-        values = tl.load(v + at, mask=mask, other=0.0)
-        k_rope = keys
-    return widen(keys, dtype, WIDEN), k_rope, widen(values, dtype, WIDEN)
+    at, mask = kv_head * D + slots + d[None, :], seen[:, None] & (d < D)[None, :]
+    keys, values = tl.load(k + at, mask=mask, other=0.0), tl.load(v + at, mask=mask, other=0.0)
+    return widen(keys, dtype, WIDEN), widen(values, dtype, WIDEN)
 
 
 @triton.jit
 def _branch_piece(
-    q, q_rope, branch, slots, num_branches, depth, head_offset, k_ptr, v_ptr, slot_stride, scale, d, d_mask, rope,
-    WIDTH: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, ROPE: tl.constexpr, WIDEN: tl.constexpr,
+    q, branch, slots, num_branches, depth, head_offset, k_ptr, v_ptr, slot_stride, scale, d, d_mask,
+    WIDTH: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Softmax sums of the query rows over their branches' own tokens: WIDTH columns per branch."""
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -166,14 +149,9 @@ def _branch_piece(
         at = head_offset + (last - depth + n % WIDTH)[:, None] * slot_stride
         mask = inside[:, None] & d_mask[None, :]
         k = widen(tl.load(k_ptr + at + d[None, :], mask=mask, other=0.0), q.dtype, WIDEN)
-        if ROPE:
-            v = k
-            k_rope = tl.load(k_ptr + at + D + rope[None, :], mask=inside[:, None] & (rope < ROPE)[None, :], other=0.0)
-        else:
-            v = widen(tl.load(v_ptr + at + d[None, :], mask=mask, other=0.0), q.dtype, WIDEN)
-            k_rope = k
+        v = widen(tl.load(v_ptr + at + d[None, :], mask=mask, other=0.0), q.dtype, WIDEN)
         visible = inside[None, :] & (n[None, :] // WIDTH == branch[:, None])
-        m, sums, acc = _step(q, q_rope, k, k_rope, v, True, visible, scale, ones, m, sums, acc, ROPE)
+        m, sums, acc = _step(q, k, v, True, visible, scale, ones, m, sums, acc)
     return m, tl.max(sums, axis=1), acc
 
 
@@ -222,13 +200,17 @@ def _plan_kernel(
     tiles_ptr, query_start_ptr, context_len_ptr, table_rows_ptr, positions_ptr, slots_ptr, items_ptr,
     num_tiles, max_items, depth, programs, capacity,
     TOKENS: tl.constexpr, BRANCHES: tl.constexpr, TREES: tl.constexpr, WINDOW: tl.constexpr, SPLIT_LEN: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr,
+    FOLDED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     """Shares out the pieces of all tiles: program t writes the work items of tile t, the last one the padding.
 
     An item: first query row of the tile (-1: padding), number of query tokens, position of the first, row of the block
     tables; first piece of the item, piece after its last; the tile's pieces, its items, and the place of its first
     piece in the workspace (-1: one program computes all of them); with a window, the tile's first piece.
+
+    FOLDED: pieces that are folded together before others are. If it is not 1, an item has a few pieces, or some such
+    groups, and its last integer is how many pieces have a place together: 1, or FOLDED. Behind all items come those
+    numbers of each tile that are the same for all of its items.
     """
     t = tl.arange(0, BLOCK_T)
     sequence = tl.load(tiles_ptr + t, mask=t < num_tiles, other=-1)
@@ -260,12 +242,20 @@ def _plan_kernel(
     # Pieces per item: as few as make no more items than programs, since a program's second item would begin when the
     # others end. With more tiles than programs there is no such number, and each has its share.
     share = tl.maximum(1, (tl.sum(pieces) + programs - 1) // programs)
-    chunk = share
+    least = (share + FOLDED - 1) // FOLDED * FOLDED
+    chunk = least
     for more in tl.static_range(_MORE, -1, -1):
-        fits = tl.sum((pieces + share + more - 1) // (share + more)) <= programs
-        chunk = tl.where(fits, share + more, chunk)
+        size = least + more * FOLDED
+        fits = tl.sum((pieces + size - 1) // size) <= programs
+        chunk = tl.where(fits, size, chunk)
+    unit = FOLDED
+    if FOLDED > 1:
+        for size in tl.static_range(FOLDED // 2, 0, -1):
+            fits = (tl.sum((pieces + size - 1) // size) <= programs) & (2 * size <= tl.max(pieces))
+            chunk = tl.where(fits, size, chunk)
+            unit = tl.where(fits, 1, unit)
     items = tl.where(live, tl.maximum(1, (pieces + chunk - 1) // chunk), 0)
-    needed = tl.where(items > 1, pieces + BRANCHES, 0)
+    needed = tl.where(items > 1, (pieces + unit - 1) // unit + BRANCHES, 0)
     place = tl.cumsum(needed, 0) - needed
     shared = (items > 1) & (place + needed <= capacity)
     items = tl.where(shared, items, tl.minimum(items, 1))
@@ -279,12 +269,15 @@ def _plan_kernel(
         own_pieces = tl.sum(tl.where(mine, pieces, 0))
         own_items = tl.sum(tl.where(mine, items, 0))
         step = tl.where(own_items > 1, chunk, own_pieces)
+        own_row = tl.sum(tl.where(mine, row0 + first, 0))
+        own_tokens = tl.sum(tl.where(mine, tokens, 0))
+        own_place = tl.sum(tl.where(mine, place, 0))
+        own_sequence = tl.sum(tl.where(mine, sequence, 0))
         at = items_ptr + (tl.sum(tl.where(mine, start, 0)) + i) * _ITEM
         mask = i < own_items
-        tl.store(at, tl.sum(tl.where(mine, row0 + first, 0)), mask=mask)
-        tl.store(at + 1, tl.sum(tl.where(mine, tokens, 0)), mask=mask)
+        tl.store(at, own_row, mask=mask)
+        tl.store(at + 1, own_tokens, mask=mask)
         tl.store(at + 2, tl.sum(tl.where(mine, position, 0)), mask=mask)
-        own_sequence = tl.sum(tl.where(mine, sequence, 0))
         tl.store(at + 3, tl.load(table_rows_ptr + own_sequence, mask=own_sequence >= 0, other=0), mask=mask)
         own_first = 0
         if WINDOW:
@@ -294,7 +287,16 @@ def _plan_kernel(
         tl.store(at + 5, own_first + tl.minimum(own_pieces, (i + 1) * step), mask=mask)
         tl.store(at + 6, own_pieces, mask=mask)
         tl.store(at + 7, own_items, mask=mask)
-        tl.store(at + 8, tl.sum(tl.where(mine, place, 0)), mask=mask)
+        tl.store(at + 8, own_place, mask=mask)
+        if FOLDED > 1:
+            tl.store(at + 10, unit, mask=mask)
+            tile_at = items_ptr + (max_items + tile) * _ITEM
+            tl.store(tile_at, own_row)
+            tl.store(tile_at + 1, own_tokens)
+            tl.store(tile_at + 6, own_pieces)
+            tl.store(tile_at + 7, own_items)
+            tl.store(tile_at + 8, own_place)
+            tl.store(tile_at + 10, unit)
     else:
         for begin in range(tl.sum(items), max_items, BLOCK_I):
             tl.store(items_ptr + (begin + i) * _ITEM, -1, mask=begin + i < max_items)
@@ -304,18 +306,17 @@ def _plan_kernel(
 def _decode_kernel(
     q_ptr, k, v, k_ptr, v_ptr, out_ptr, partial_ptr, stats_ptr, count_ptr, items_ptr, tables_ptr, positions_ptr,
     slots_ptr, sinks_ptr, paths_ptr, decided_ptr, table_stride, slot_stride, scale, v_scale, depth,
-    HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, SPLIT_LEN: tl.constexpr,
+    HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT_LEN: tl.constexpr,
     WIDTH: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr, WIDEN: tl.constexpr,
     STAGES: tl.constexpr, EARLY: tl.constexpr, LETS_NEXT: tl.constexpr, PLANNED: tl.constexpr,
     PATHS: tl.constexpr,
 ):  # fmt: skip
     """One item, one KV head. Rows of a tile: its query tokens times the GROUP heads of the KV head.
 
-    k, v: what `_load_kv` takes; k_ptr, v_ptr: the same KV as pointers. ROPE: in latent attention, columns of keys that
-    values do not have; HKV and GROUP are those of `columns`. WIDTH: columns for the own tokens of each branch; 0: the
-    query tokens are no branches. FIRST: positions before it are not seen. WINDOW: positions that a query sees, its own
-    included; 0: all. WIDEN: how KV is read; where it is in fp8, `scale` has the scale of k.
+    k, v: what `_load_kv` takes; k_ptr, v_ptr: the same KV as pointers. WIDTH: columns for the own tokens of each
+    branch; 0: the query tokens are no branches. FIRST: positions before it are not seen. WINDOW: positions that a query
+    sees, its own included; 0: all. WIDEN: how KV is read; where it is in fp8, `scale` has the scale of k.
     PLANNED: items are read before the wait (`Workspace.items`). PATHS: columns of `paths`; 0: there are no trees.
     """
     if EARLY:
@@ -356,13 +357,7 @@ def _decode_kernel(
     d_mask = d < D
     flat = (row * (HKV * GROUP) + kv_head * GROUP + r % GROUP).to(tl.int64)  # row of [T, heads]
     mask = valid[:, None] & d_mask[None, :]
-    q_at = q_ptr + flat[:, None] * (D + ROPE)
-    q = beside(tl.load(q_at + d[None, :], mask=mask, other=0.0), WIDEN)
-    rope = tl.arange(0, BLOCK_R)
-    if not ROPE:
-        q_rope = q
-    else:
-        q_rope = tl.load(q_at + D + rope[None, :], mask=valid[:, None] & (rope < ROPE)[None, :], other=0.0)
+    q = beside(tl.load(q_ptr + flat[:, None] * D + d[None, :], mask=mask, other=0.0), WIDEN)
     stop = tl.minimum(end, last_piece * SPLIT_LEN)
     seen_by_all = (tl.min(tl.where(valid, position, end)) + 1) // BLOCK_N * BLOCK_N  # steps up to there need no mask
     begin = first_piece * SPLIT_LEN
@@ -388,8 +383,8 @@ def _decode_kernel(
         stop_common = tl.minimum(stop, decided // BLOCK_N * BLOCK_N)
     first_at = place - tile_piece
     for start in tl.range(begin, stop_common, BLOCK_N, num_stages=STAGES):
-        keys, k_rope, values = _load_kv(
-            k, v, table, start, stop, kv_head, slot_stride, d, rope, TMA, BLOCK_SIZE, BLOCK_N, D, ROPE, WIDEN, q.dtype
+        keys, values = _load_kv(
+            k, v, table, start, stop, kv_head, slot_stride, d, TMA, BLOCK_SIZE, BLOCK_N, D, WIDEN, q.dtype
         )
         n = start + tl.arange(0, BLOCK_N)
         visible = n[None, :] <= position[:, None]
@@ -400,7 +395,7 @@ def _decode_kernel(
         if WINDOW:
             visible = visible & (n[None, :] >= oldest[:, None])
             masked = masked | (start < in_all_windows)
-        m, sums, acc = _step(q, q_rope, keys, k_rope, values, masked, visible, scale, ones, m, sums, acc, ROPE)
+        m, sums, acc = _step(q, keys, values, masked, visible, scale, ones, m, sums, acc)
         m, sums, acc, m_all, l_all, acc_all = _end_piece(
             start, stop, m, sums, acc, m_all, l_all, acc_all, scale, stats_ptr, partial_ptr, first_at, num_items,
             kv_head, r, d, valid, mask, HKV, D, BLOCK_M, BLOCK_N, BLOCK_D, SPLIT_LEN,
@@ -412,17 +407,15 @@ def _decode_kernel(
                 last = tl.load(positions_ptr + first_row + i)
                 if start <= last:
                     path = paths_ptr + (first_row + i) * PATHS
-                    keys, k_rope, values = _load_path(
+                    keys, values = _load_path(
                         k_ptr, v_ptr, table, path, slots_ptr, n, decided, last, kv_head, slot_stride, d,
-                        rope, BLOCK_SIZE, D, ROPE, WIDEN, q.dtype,
+                        BLOCK_SIZE, D, WIDEN, q.dtype,
                     )  # fmt: skip
                     seen = (n <= last) & (n >= FIRST)
                     if WINDOW:
                         seen = seen & (n > last - WINDOW)
                     visible = seen[None, :] & (r // GROUP == i)[:, None]
-                    m, sums, acc = _step(
-                        q, q_rope, keys, k_rope, values, True, visible, scale, ones, m, sums, acc, ROPE
-                    )  # fmt: skip
+                    m, sums, acc = _step(q, keys, values, True, visible, scale, ones, m, sums, acc)
             m, sums, acc, m_all, l_all, acc_all = _end_piece(
                 start, stop, m, sums, acc, m_all, l_all, acc_all, scale, stats_ptr, partial_ptr, first_at, num_items,
                 kv_head, r, d, valid, mask, HKV, D, BLOCK_M, BLOCK_N, BLOCK_D, SPLIT_LEN,
@@ -430,8 +423,8 @@ def _decode_kernel(
     if WIDTH:
         if last_piece == tile_piece + num_pieces:
             m_own, l_own, acc_own = _branch_piece(
-                q, q_rope, r // GROUP, slots_ptr + first_row, tokens, depth, 0 if ROPE else kv_head * D, k_ptr, v_ptr,
-                slot_stride, scale, d, d_mask, rope, WIDTH, WINDOW, BLOCK_M, BLOCK_N, D, BLOCK_D, ROPE, WIDEN,
+                q, r // GROUP, slots_ptr + first_row, tokens, depth, kv_head * D, k_ptr, v_ptr, slot_stride, scale, d,
+                d_mask, WIDTH, WINDOW, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
             )  # fmt: skip
             if num_items > 1:
                 at = ((place + num_pieces) * HKV + kv_head).to(tl.int64) * BLOCK_M + r
@@ -465,8 +458,8 @@ def _decode_kernel(
 def _prefill_kernel(
     q_ptr, k, v, out_ptr, tiles_ptr, query_start_ptr, context_len_ptr, tables_ptr, table_rows_ptr, sinks_ptr,
     num_tiles, table_stride, slot_stride, scale, v_scale,
-    HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, SPLIT_LEN: tl.constexpr,
+    HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT_LEN: tl.constexpr,
     WINDOW: tl.constexpr, TMA: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """One tile of TOKENS query tokens, one KV head."""
@@ -487,13 +480,7 @@ def _prefill_kernel(
     d = tl.arange(0, BLOCK_D)
     flat = ((row0 + token) * (HKV * GROUP) + kv_head * GROUP + r % GROUP).to(tl.int64)  # row of [T, heads]
     mask = valid[:, None] & (d < D)[None, :]
-    q_at = q_ptr + flat[:, None] * (D + ROPE)
-    q = beside(tl.load(q_at + d[None, :], mask=mask, other=0.0), WIDEN)
-    rope = tl.arange(0, BLOCK_R)
-    if not ROPE:
-        q_rope = q
-    else:
-        q_rope = tl.load(q_at + D + rope[None, :], mask=valid[:, None] & (rope < ROPE)[None, :], other=0.0)
+    q = beside(tl.load(q_ptr + flat[:, None] * D + d[None, :], mask=mask, other=0.0), WIDEN)
     end = before + tl.minimum(first_token + TOKENS, num_queries)
     seen_by_all = (before + first_token + 1) // BLOCK_N * BLOCK_N  # steps up to there need no mask
     begin = 0
@@ -512,17 +499,16 @@ def _prefill_kernel(
         if WINDOW:
             first = tl.maximum(piece, begin)
         for start in tl.range(first, tl.minimum(end, piece + SPLIT_LEN), BLOCK_N, num_stages=STAGES):
-            keys, k_rope, values = _load_kv(
-                k, v, table, start, end, kv_head, slot_stride, d, rope,
-                TMA, BLOCK_SIZE, BLOCK_N, D, ROPE, WIDEN, q.dtype,
-            )  # fmt: skip
+            keys, values = _load_kv(
+                k, v, table, start, end, kv_head, slot_stride, d, TMA, BLOCK_SIZE, BLOCK_N, D, WIDEN, q.dtype
+            )
             n = start + tl.arange(0, BLOCK_N)
             visible = n[None, :] <= position[:, None]
             masked = start >= seen_by_all
             if WINDOW:
                 visible = visible & (n[None, :] > position[:, None] - WINDOW)
                 masked = masked | (start < end - WINDOW)
-            m, sums, acc = _step(q, q_rope, keys, k_rope, values, masked, visible, scale, ones, m, sums, acc, ROPE)
+            m, sums, acc = _step(q, keys, values, masked, visible, scale, ones, m, sums, acc)
         m_all, l_all, acc_all = _fold(m_all, l_all, acc_all, m, tl.max(sums, axis=1), acc, scale)
     head = kv_head * GROUP + r % GROUP
     out = _output(acc_all, m_all, l_all, scale, v_scale, sinks_ptr, head, WIDEN).to(out_ptr.dtype.element_ty)
@@ -548,6 +534,14 @@ def tile_tokens(heads: Seq[HeadShape], prefill: bool) -> int:
     return min(tile_rows(each, prefill) // columns(each)[1] for each in heads)
 
 
+class Items(NamedTuple):
+    """What `_plan_kernel` writes."""
+
+    items: torch.Tensor
+    tiles: torch.Tensor  # of latent attention: what is behind the items
+    before_pass: bool  # written before the batch's forward pass: early launches may read it before they wait
+
+
 class Workspace:
     """Scratch for tiles whose pieces are computed by several programs, in layers with any of these heads."""
 
@@ -561,42 +555,49 @@ class Workspace:
         self.partial = torch.empty(wide, dtype=torch.float32, device=device)
         self.stats = torch.empty(max(rows) * 2, dtype=torch.float32, device=device)
         self.count = torch.zeros(max(pieces), dtype=torch.int32, device=device)  # programs that are done with a tile
-        self._planned: dict[tuple[int, int], tuple[DeviceBatch, torch.Tensor, bool]] = {}  # by window and programs
+        self._planned: dict[tuple[int, int, int], tuple[DeviceBatch, Items]] = {}  # by window, piece and programs
 
     def programs(self, heads: HeadShape) -> int:
-        """Per KV head, or part of its query heads."""
-        return max(1, _PROGRAMS * self._processors // columns(heads)[0])
+        """Per KV head, or part of its query heads. One of latent attention fills a multiprocessor's memory."""
+        return max(1, (1 if heads.latent_dim else _PROGRAMS) * self._processors // columns(heads)[0])
 
     def items(
-        self, batch: DeviceBatch, window: int, programs: int, *, before_pass: bool = False
-    ) -> tuple[torch.Tensor, bool]:
-        """Work items of a batch's decode-size tiles (see `_plan_kernel`), computed once for all layers of a kind; and
-        whether that was before the batch's forward pass: then early launches may read them before they wait."""
-        planned = self._planned.get((window, programs))
+        self, batch: DeviceBatch, heads: HeadShape, programs: int | None = None, *, before_pass: bool = False
+    ) -> Items:
+        """Work items of a batch's decode-size tiles (see `_plan_kernel`) for so many programs (None: as many as there
+        are), computed once for all layers of a kind."""
+        programs = programs or self.programs(heads)
+        split, folded = (LATENT_SPLIT, LATENT_GROUP) if heads.latent_dim else (SPLIT, 1)
+        key = heads.window, split, programs
+        planned = self._planned.get(key)
         if planned is not None and planned[0] is batch:
-            return planned[1:]
+            return planned[1]
         num_tiles = batch.tiles.shape[1]
-        shape = (num_tiles + programs, _ITEM.value)
-        items = torch.empty(shape, dtype=torch.int32, device=batch.tiles.device)
+        count = num_tiles + programs
+        made = torch.empty(
+            (count + (num_tiles if folded > 1 else 0), _ITEM.value), dtype=torch.int32, device=batch.tiles.device
+        )
         _plan_kernel[(num_tiles + 1,)](
             *(batch.tiles, batch.query_start, batch.context_len, batch.table_rows, batch.positions, batch.slot_mapping),
-            items,
+            made,
             num_tiles,
-            len(items),
+            count,
             batch.branches.depth if batch.branches is not None else 0,
             programs,
             _WORKSPACE_PIECES,
             TOKENS=self.tokens,
             BRANCHES=batch.branches is not None,
             TREES=batch.tree is not None,
-            WINDOW=window,
-            SPLIT_LEN=SPLIT,
+            WINDOW=heads.window,
+            SPLIT_LEN=split,
+            FOLDED=folded,
             BLOCK_T=next(size for size in _PLAN_SIZES if size >= num_tiles),
             BLOCK_I=triton.next_power_of_2(programs),
             num_warps=1 if num_tiles <= _PLAN_SIZES[0] else 4,
         )
-        self._planned[window, programs] = batch, items, before_pass
-        return items, before_pass
+        found = Items(made[:count], made[count:], before_pass)
+        self._planned[key] = batch, found
+        return found
 
 
 def paged_attention(
@@ -614,29 +615,25 @@ def paged_attention(
 ) -> torch.Tensor:
     """See `Ops.attention`. `prefill`: a faster kernel for prefill tiles, which says whether it has computed them; it
     reads no KV in fp8. `lets_next`: a kernel that is launched early begins at once (`launch`)."""
-    (programs, group), rope_dim = columns(heads), heads.head_dim - heads.value_dim
-    out = q.new_empty((q.shape[0], heads.num_heads * heads.value_dim))
-    block_size, block_d = k_cache.shape[1], triton.next_power_of_2(heads.value_dim)
+    num_kv_heads = heads.num_kv_heads
+    out = q.new_empty((q.shape[0], heads.num_heads * heads.head_dim))
+    block_size, block_d = k_cache.shape[1], triton.next_power_of_2(heads.head_dim)
     widen_how, wide = widening(k_cache, q.dtype, workspace.capability), q.element_size() == 4
     k_cache, v_cache = as_bytes(k_cache), as_bytes(v_cache)
     whole = block_size % BLOCK_N == 0 and block_d == heads.head_dim and block_d * k_cache.element_size() >= _TMA_BYTES
     tma = workspace.capability >= (9, 0) and whole and not wide
     # What fits into shared memory.
-    step, decode_stages, prefill_stages = (BLOCK_N, 2, 1) if wide else (BLOCK_N, 5, 7 if tma else 3)
-    if rope_dim:
-        step, decode_stages, prefill_stages = (BLOCK_N // 2, 1, 1) if wide else (BLOCK_N, 2, 2)
+    decode_stages, prefill_stages = (2, 1) if wide else (5, 7 if tma else 3)
     k, v = (_descriptor(cache) if tma else cache for cache in (k_cache, v_cache))
     table_stride, slot_stride = batch.block_tables.stride(0), k_cache.stride(1)
     softmax = heads.scale * scales.k * LOG2_E, scales.v
     shape = {
-        "HKV": programs,
-        "GROUP": group,
-        "D": heads.value_dim,
-        "ROPE": rope_dim,
+        "HKV": num_kv_heads,
+        "GROUP": heads.group_size,
+        "D": heads.head_dim,
         "BLOCK_SIZE": block_size,
-        "BLOCK_N": step,
+        "BLOCK_N": BLOCK_N,
         "BLOCK_D": block_d,
-        "BLOCK_R": max(_MMA_COLUMNS, triton.next_power_of_2(max(1, rope_dim))),
         "SPLIT_LEN": SPLIT,
         "WINDOW": heads.window,
         "TMA": tma,
@@ -644,17 +641,17 @@ def paged_attention(
     }
     plain = sinks is None and batch.branches is None and batch.tree is None
     if batch.tiles.shape[1] and widen_how and fp8_attention.takes(heads, q.dtype, k_cache, plain=plain):
-        items, _ = workspace.items(batch, heads.window, fp8_attention.programs(heads, q.device))
+        items = workspace.items(batch, heads, fp8_attention.programs(heads, q.device)).items
         scratch = workspace.partial, workspace.stats, workspace.count
         fp8_attention.attend(q, out, batch, heads, k_cache, v_cache, items, scratch, *softmax)
     elif batch.tiles.shape[1]:
-        items, planned = workspace.items(batch, heads.window, workspace.programs(heads))
+        items, _, planned = workspace.items(batch, heads)
         depth, width = 0, 0
         if batch.branches is not None:
             depth, width = batch.branches.depth, triton.next_power_of_2(batch.branches.slots_per_branch)
             width = max(_MMA_COLUMNS, width)
         paths, decided = batch.tree or (None, None)
-        _decode_kernel[(programs, len(items))](
+        _decode_kernel[(num_kv_heads, len(items))](
             *(q, k, v, k_cache, v_cache, out, workspace.partial, workspace.stats, workspace.count, items),
             *(batch.block_tables, batch.positions, batch.slot_mapping, sinks, paths, decided),
             *(table_stride, slot_stride, *softmax, depth),
@@ -663,7 +660,7 @@ def paged_attention(
             WIDTH=width,
             FIRST=heads.first_position,
             STAGES=decode_stages,
-            num_warps=_PREFILL_WARPS if rope_dim else _DECODE_WARPS,
+            num_warps=_DECODE_WARPS,
             LETS_NEXT=lets_next,
             PLANNED=planned,
             PATHS=0 if paths is None else paths.shape[1],
@@ -674,7 +671,7 @@ def paged_attention(
         overlapped = prefill if tma and not heads.window and not widen_how else None
         if overlapped is not None and overlapped(q, out, batch, heads, k_cache, v_cache, sinks):
             return out
-        _prefill_kernel[(programs, tiles.shape[1])](
+        _prefill_kernel[(num_kv_heads, tiles.shape[1])](
             *(q, k, v, out, tiles, batch.query_start, batch.context_len, batch.block_tables, batch.table_rows),
             *(sinks, tiles.shape[1], table_stride, slot_stride, *softmax),
             **shape,

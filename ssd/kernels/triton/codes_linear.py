@@ -281,10 +281,12 @@ def _places(w_ptr, n, k, w_stride, WORDS: tl.constexpr, STRIPS: tl.constexpr):
 
 
 @triton.jit
-def _scale_place(n, block, i, N, PARTS: tl.constexpr, PARTS_OF_GROUP: tl.constexpr):
+def _scale_place(n, block, i, N, PARTS: tl.constexpr, PARTS_OF_GROUP: tl.constexpr, STRIPS: tl.constexpr):
     """Where the scales of outputs n are, of the group of codes that part i of a block belongs to."""
     if PARTS_OF_GROUP == 0:
         return n
+    elif STRIPS:
+        return (block * N + n).to(tl.int64) * (PARTS // PARTS_OF_GROUP) + i // PARTS_OF_GROUP
     else:
         return (block * PARTS + i) // PARTS_OF_GROUP * N + n
 
@@ -346,8 +348,9 @@ def sums(
                     else:
                         group = tl.dot(w, x, group, input_precision="tf32x3")
                     if (i + 1) % PARTS_OF_GROUP == 0:
-                        at = _scale_place(n, start // WORDS, i, N, PARTS, PARTS_OF_GROUP)
-                        acc += group * tl.load(scale_ptr + at, mask=n_mask, other=0.0)[:, None]
+                        at = _scale_place(n, start // WORDS, i, N, PARTS, PARTS_OF_GROUP, STRIPS)
+                        scale = tl.load(scale_ptr + at, mask=n_mask, other=0.0).to(tl.float32)
+                        acc = tl.fma(group, tl.broadcast_to(scale[:, None], acc.shape), acc)
     return acc
 
 
@@ -444,8 +447,9 @@ def _widen_kernel(
                 else:
                     part = _part(words, i, FORMAT, dtype)
                 if scale_ptr is not None:
-                    place = _scale_place(n, block, i, N, PARTS, PARTS_OF_GROUP)
-                    part = (part.to(tl.float32) * tl.load(scale_ptr + place, mask=mask, other=0.0)[:, None]).to(dtype)
+                    place = _scale_place(n, block, i, N, PARTS, PARTS_OF_GROUP, STRIPS)
+                    scale = tl.load(scale_ptr + place, mask=mask, other=0.0).to(tl.float32)
+                    part = (part.to(tl.float32) * scale[:, None]).to(dtype)
                 here = (block * PARTS + i) * WORDS + k
                 tl.store(to + here[None, :], part, mask=mask[:, None] & (here < K)[None, :])
 

@@ -107,3 +107,49 @@ def shift_and_keep(
     _shift_kernel[grid](fused, kept, hidden, *rows, slot_mapping, start, mapping, before, last, *sizes, of_tree)
     _keep_kernel[grid](fused, kept, *rows, starts, *sizes, of_tree)
     return hidden, mapping
+
+
+@triton.jit(do_not_specialize=["queries"])
+def _convolve_kernel(
+    x_ptr,
+    change_ptr,
+    base_ptr,
+    out_ptr,
+    queries,
+    x_stride,
+    change_stride,
+    first_change,
+    WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    change = change_ptr + row.to(tl.int64) * change_stride + first_change + column // (WIDTH // GROUPS)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for t in tl.static_range(TAPS):
+        seen = inside & (row % queries >= t)
+        x = tl.load(x_ptr + (row - t).to(tl.int64) * x_stride + column, mask=seen, other=0.0).to(tl.float32)
+        tap = tl.load(base_ptr + t * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        total += (tap + tl.load(change + t * GROUPS, mask=inside, other=0.0).to(tl.float32)) * x
+    tl.store(out_ptr + row.to(tl.int64) * WIDTH + column, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def convolve(x: torch.Tensor, change: torch.Tensor, base: torch.Tensor, *, place: int, queries: int) -> torch.Tensor:
+    """A causal convolution over the rows of each block, which has `queries` of them.
+
+    The taps of a row are `base` [taps, width] and its own changes of them, each of a group of channels: those at
+    `place` of `change` [rows, 2 * taps * groups]. Sums are in float32.
+    """
+    (rows, width), taps = x.shape, len(base)
+    out, groups = torch.empty((rows, width), dtype=x.dtype, device=x.device), change.shape[1] // (2 * taps)
+    _convolve_kernel[rows, triton.cdiv(width, _COLUMNS)](
+        *(x, change, base, out, queries, x.stride(0), change.stride(0), place * taps * groups),
+        WIDTH=width,
+        GROUPS=groups,
+        TAPS=taps,
+        BLOCK=_COLUMNS,
+    )
+    return out

@@ -1,8 +1,9 @@
 """A row-invariant linear layer in Triton, for any number of rows.
 
 Each output element is summed over the depth in one fixed order, sixteen products at a time, whatever the tile shape. So
-a row's bits depend neither on the number of rows nor on the tile shape, which can be chosen by the number of rows. The
-product is computed as W x^T: the wide side of the tensor cores is along the weight's rows, of which there are many.
+a row's bits depend neither on the number of rows nor on the tile shape, which can be chosen by the number of rows. In
+float32 (three products in TF32) a tile's depth is summed up by itself: there, tiles have the same depth. The product is
+computed as W x^T: the wide side of the tensor cores is along the weight's rows, of which there are many.
 """
 
 from __future__ import annotations
@@ -121,8 +122,10 @@ def choose_tile(num_rows: int, columns: int, depth: int) -> Tile:
 @functools.cache
 def fitting(tile: Tile, itemsize: int, limit: int) -> Tile:
     """The tile shape, or a smaller one on a GPU with less shared memory (`limit`, bytes) than an H200."""
-    if itemsize == 4 and 4 * tile.rows * tile.columns > limit:  # float32 is rearranged before it is stored
-        tile = replace(tile, rows=tile.rows // 2)
+    if itemsize == 4:  # the order of sums is that of this depth, and of the tensor cores' wide instructions
+        tile = replace(tile, columns=max(64, tile.columns), depth=64, warps=max(4, tile.warps))
+        if 4 * tile.rows * tile.columns > limit:  # float32 is rearranged before it is stored
+            tile = replace(tile, rows=tile.rows // 2)
     stage = 2 * tile.depth * (tile.rows + tile.columns)  # bytes; one less than stages are in memory
     return replace(tile, stages=max(1, min(tile.stages, 1 + limit // stage)))
 

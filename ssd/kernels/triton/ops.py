@@ -10,7 +10,7 @@ import torch
 from ssd.kernels.codes import Codes
 from ssd.kernels.cuda import expert_rows, fp8_linear, grouped_rows
 from ssd.kernels.ops import UNSCALED, DeviceBatch, ExpertOutputs, HeadShape, KVScales, Rope, SharedOps
-from ssd.kernels.triton import attention, elementwise, experts, packing
+from ssd.kernels.triton import attention, elementwise, experts, latent, packing
 from ssd.kernels.triton.weights import CodesWeight, DenseWeight, Fp8Weight, alternating, widened
 from ssd.kernels.weights import RowRounding, Weight
 
@@ -53,10 +53,10 @@ class TritonOps(SharedOps):
         if rows is not None and not experts and fp8_linear.takes(codes, dtype, rows):
             values = codes.values.view(torch.float8_e4m3fn).contiguous()
             return Fp8Weight(values, codes.scales[:, 0].contiguous(), gated, rows)
-        strips = expert_rows.fits(codes, experts) if codes.type == "fp4" else not experts
-        weights = packing.is_widened(codes)
-        if weights or (codes.type == "int4" and not experts):
-            strips = strips and grouped_rows.supports(codes, dtype)
+        weights = packing.is_widened(codes, experts)
+        strips = not experts or expert_rows.fits(codes, experts)
+        if not experts and (weights or codes.type == "int4"):
+            strips = grouped_rows.supports(codes, dtype)
             weights = weights or strips
         packed = packing.pack(codes, dtype, strips=strips, weights=weights)
         self._copies_ahead |= packed.strips and not experts
@@ -85,7 +85,7 @@ class TritonOps(SharedOps):
         if self._workspace is None:
             raise AssertionError("reserve() comes before plan()")
         if batch.tiles.shape[1] and k_cache.dtype is not torch.float8_e4m3fn:  # which has another kernel
-            self._workspace.items(batch, heads.window, self._workspace.programs(heads), before_pass=True)
+            self._workspace.items(batch, heads, before_pass=True)
 
     def rope_and_store(
         self,
@@ -116,5 +116,7 @@ class TritonOps(SharedOps):
     ) -> torch.Tensor:
         if self._workspace is None:
             raise AssertionError("reserve() comes before attention()")
+        if heads.latent_dim:
+            return latent.latent_attention(q, batch, heads, k_cache, self._workspace, lets_next=self._copies_ahead)
         kv = k_cache, v_cache, self._workspace, self._prefill, scales
         return attention.paged_attention(q, batch, heads, *kv, sinks, lets_next=self._copies_ahead)

@@ -2,8 +2,8 @@
 
 Codes are stored in words of 32 bits, in blocks of some words of an output. There are two choices of what is multiplied:
 
-* Codes, as bfloat16 numbers, whose sums are scaled: fp8 and int8 with one scale an output, fp4, and int4 without
-  offsets in experts, and where there is no CUDA kernel for weights (`grouped_rows`).
+* Codes, as bfloat16 numbers, whose sums are scaled: fp8 and int8 with one scale an output, fp4, int4 and fp8 in groups
+  without offsets in experts, and int4 where there is no CUDA kernel for weights (`grouped_rows`).
   Part i (a byte, or half of one) of word j is weight i * words + j of the block, so that the parts with one i are a run
   of consecutive weights, and two words are widened at a time (`paired`).
 * Weights: types with offsets, 8 bits in groups, and int4. The parts of a word are consecutive weights;
@@ -66,9 +66,7 @@ class PackedCodes:
     """A quantised weight [columns, depth] in words."""
 
     words: torch.Tensor  # int32 [columns, width], or [blocks, strips, units, STRIP, UNIT], or see `_fragments`
-    scales: (
-        torch.Tensor | None
-    )  # of codes: float32 [groups, columns]; in strips (but fp4) [blocks, strips, groups, STRIP]
+    scales: torch.Tensor | None  # of codes, see `_scales`
     numbers: GroupNumbers | None  # of weights
     exponents: torch.Tensor | None  # of fp4, int32 [blocks, columns, 2]: bytes, see `_exponents`
     type: CodeType
@@ -112,13 +110,10 @@ class PackedCodes:
         return min(self.depth, -(-self.depth // (block * segments)) * block)
 
 
-def is_widened(codes: Codes) -> bool:
-    """Whether weights are multiplied, and not codes, on every GPU."""
-    return (
-        codes.type == "uint4"
-        or codes.offsets is not None
-        or (codes.type in ("fp8", "int8") and codes.scales.shape[1] > 1)
-    )
+def is_widened(codes: Codes, experts: int = 0) -> bool:
+    """Whether weights are multiplied, and not codes, on every GPU. `experts`: whose weight it is, if any."""
+    widened = ("int8",) if experts else ("fp8", "int8")
+    return codes.type == "uint4" or codes.offsets is not None or (codes.type in widened and codes.scales.shape[1] > 1)
 
 
 def pack(codes: Codes, dtype: torch.dtype, *, strips: bool = True, weights: bool | None = None) -> PackedCodes:
@@ -129,31 +124,39 @@ def pack(codes: Codes, dtype: torch.dtype, *, strips: bool = True, weights: bool
 
 
 def _packed_codes(codes: Codes, dtype: torch.dtype, strips: bool) -> PackedCodes:
-    """In blocks of 64 words, or of fewer where the depth or the groups are no multiple of that."""
-    bits = bits_of(codes.type)
-    parts, group = 32 // bits, codes.group
-    block = 64 if codes.depth % (64 * parts) == 0 else 32
+    """In blocks of 64 words, or of 32: with groups in strips, and where the depth is no multiple of 64 words. Of groups
+    of 16: 16 words."""
     grouped = codes.scales.shape[1] > 1
+    codes = _regrouped(codes) if grouped else codes
+    bits, group = bits_of(codes.type), codes.group
+    parts, strips = 32 // bits, strips and (grouped or bits == 8)
+    block = 64 if codes.depth % (64 * parts) == 0 else 32
     if grouped:
-        block = min(block, group)
-        if group % block or parts * block % group:
-            raise ValueError(f"groups of {group} weights are not supported: they must be 16, 32, 64 or 128")
+        block = min(block, group, 32 if strips else 64)
     rows, width = codes.values.shape
-    strips = strips and (codes.type == "fp4" if grouped else bits == 8)
     missing, more = -width % (parts * block), -rows % STRIP if strips else 0
     values = torch.nn.functional.pad(codes.values, (0, missing, 0, more), value=8 if codes.type == "int4" else 0)
     words = _words(values.view(rows + more, -1, parts, block), 2, bits)
     pairs = codes.type != "int8" and dtype is torch.bfloat16 and words.is_cuda
     if pairs:
         words = paired(words, codes.type)
-    scales, exponents = codes.scales, None
     if codes.type == "fp4":
-        scales, exponents = _exponents(scales, missing // group)
+        scales, exponents = _exponents(codes.scales, missing // group)
     else:
-        scales = torch.nn.functional.pad(scales, (0, missing // group if grouped else 0, 0, more))
-        scales = scales.view(-1, STRIP, 1, 1).permute(2, 0, 3, 1) if strips else scales.t()
-    words, scales = in_strips(words, block) if strips else words, scales.contiguous()
+        scales, exponents = _scales(codes, missing // group, parts * block // group if strips and grouped else 1), None
+    words = in_strips(words, block) if strips else words
     return PackedCodes(words, scales, None, exponents, codes.type, dtype, rows, codes.depth, block, group, pairs)
+
+
+def _scales(codes: Codes, missing: int, together: int) -> torch.Tensor:
+    """Scales [groups, columns], float32. Those of groups in strips are [blocks, columns, groups of a block], which are
+    `together`. Those of groups of 4 bits are bfloat16 where that is exact, as of most published weights."""
+    if codes.scales.shape[1] == 1:
+        return codes.scales.t().contiguous()
+    scales = torch.nn.functional.pad(codes.scales, (0, missing))
+    if codes.type == "int4" and torch.equal(scales.bfloat16().float(), scales):
+        scales = scales.bfloat16()
+    return scales.view(len(scales), -1, together).transpose(0, 1).contiguous()
 
 
 def _packed_weights(codes: Codes, dtype: torch.dtype, strips: bool) -> PackedCodes:

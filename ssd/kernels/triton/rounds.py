@@ -462,6 +462,52 @@ def move_accepted(
     )
 
 
+@triton.jit(do_not_specialize=["beams", "first_slot", "slots_per_branch"])
+def _follow_kernel(
+    above_ptr,  # int64
+    caches_ptr,  # int64
+    beams,
+    first_slot,
+    slots_per_branch,
+    BEAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    cache = tl.load(caches_ptr + 2 * tl.program_id(1)).to(tl.pointer_type(tl.int32))
+    words = tl.load(caches_ptr + 2 * tl.program_id(1) + 1) // 4
+    row = tl.program_id(0).to(tl.int64) * beams + tl.arange(0, BEAMS)
+    inside = tl.arange(0, BEAMS) < beams
+    source = tl.load(above_ptr + row, mask=inside, other=0)
+    to = (first_slot + row * slots_per_branch + tl.program_id(2)) * words
+    source = (first_slot + source * slots_per_branch + tl.program_id(2)) * words
+    for begin in range(0, words, BLOCK):
+        i = begin + tl.arange(0, BLOCK)
+        mask = inside[:, None] & (i < words)[None, :]
+        kept = tl.load(cache + source[:, None] + i[None, :], mask=mask)
+        tl.debug_barrier()  # all rows are read before one is written
+        tl.store(cache + to[:, None] + i[None, :], kept, mask=mask)
+
+
+def follow_rows(
+    *,
+    above: torch.Tensor,
+    caches: torch.Tensor,
+    beams: int,
+    depth: int,
+    first_slot: int,
+    slots_per_branch: int,
+) -> None:
+    """Gives each row of a draft run the KV of `depth` tokens of the row that it follows.
+
+    `above`: int64, one for each row; a sequence has `beams` rows, which follow each other only. KV slots are those of
+    `extend_rows`, `caches` as for `move_accepted`.
+    """
+    _follow_kernel[(len(above) // beams, len(caches), depth)](
+        *(above, caches, beams, first_slot, slots_per_branch),
+        BEAMS=triton.next_power_of_2(beams),
+        BLOCK=_WORDS // 4,
+    )
+
+
 @triton.jit(do_not_specialize=["token_stride", "draft_stride", "reads", "vocab_size", "hit_origin"])
 def _stage_kernel(
     slots_ptr,
@@ -733,7 +779,90 @@ def extend_rows(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "best_stride", "chain_stride", "column"])
+@triton.jit(
+    do_not_specialize=[
+        *("num_rows", "queries", "count", "token_stride", "table_stride", "sequence_stride", "place_stride"),
+        "mask_token",
+    ]
+)
+def _block_kernel(
+    slots_ptr,
+    length_ptr,
+    token_ids_ptr,
+    tables_ptr,
+    out_token_ptr,
+    out_position_ptr,
+    out_mapping_ptr,
+    out_context_ptr,
+    out_slot_ptr,
+    out_decided_ptr,
+    out_decided_slot_ptr,
+    num_rows,
+    queries,
+    count,
+    token_stride,
+    table_stride,
+    sequence_stride,
+    place_stride,
+    mask_token,
+    KV_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < num_rows
+    sequence, place = row // queries, row % queries
+    slot = tl.load(slots_ptr + sequence, mask=inside, other=0)
+    first = tl.load(length_ptr + slot, mask=inside, other=1) - 1
+    at = slot.to(tl.int64) * token_stride + first
+    token = tl.load(token_ids_ptr + at, mask=inside & (place == 0), other=0)
+    position = first + place
+    index = position // KV_BLOCK
+    table = tables_ptr + slot.to(tl.int64) * table_stride
+    inside_table = inside & (index < tl.load(table, mask=inside, other=0))
+    block = tl.load(table + 1 + index, mask=inside_table, other=-1)
+    tl.store(out_token_ptr + row, tl.where(place == 0, token, mask_token), mask=inside)
+    tl.store(out_position_ptr + row, position, mask=inside)
+    tl.store(out_mapping_ptr + row, tl.where(block >= 0, block * KV_BLOCK + position % KV_BLOCK, -1), mask=inside)
+    tl.store(out_context_ptr + row, first + queries, mask=inside)
+    tl.store(out_slot_ptr + row, slot, mask=inside)
+    written = place - queries + count
+    out = sequence * sequence_stride + written * place_stride
+    tl.store(out_decided_ptr + out, first + 1 + written, mask=inside & (written >= 0))
+    tl.store(out_decided_slot_ptr + out, slot, mask=inside & (written >= 0))
+
+
+def block_rows(
+    state: StateView,
+    *,
+    slots: torch.Tensor,
+    tables: torch.Tensor,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    context_len: torch.Tensor,
+    row_slots: torch.Tensor,
+    decided: torch.Tensor,
+    decided_slot: torch.Tensor,
+    mask_token: int,
+    block_size: int,
+) -> None:
+    """Inputs of a block draft: for each sequence its last decided token and, behind that, masks.
+
+    Written for every row, those of a sequence in turn: token, position, KV slot (-1: none), end of the block, slot of
+    the sequence; then, for every token that is written [sequences, count], its position and the slot. The two of these
+    have the same strides.
+    """
+    rows, (sequences, count) = len(tokens), decided.shape
+    _block_kernel[(triton.cdiv(rows, _ROWS),)](
+        *(slots, state.length, state.token_ids, tables),
+        *(tokens, positions, slot_mapping, context_len, row_slots, decided, decided_slot),
+        *(rows, rows // sequences, count, state.token_ids.stride(0), tables.stride(0), *decided.stride(), mask_token),
+        KV_BLOCK=block_size,
+        BLOCK=_ROWS,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "best_stride", "chain_stride", "column", "each"])
 def _keep_kernel(
     best_ptr,
     scores_ptr,
@@ -743,12 +872,13 @@ def _keep_kernel(
     best_stride,
     chain_stride,
     column,
+    each,
     MAX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     inside = row < num_rows
-    at = row * chain_stride + column
+    at = row // each * chain_stride + column + row % each
     token = tl.load(best_ptr + row * best_stride, mask=inside, other=0)
     tl.store(chain_ptr + at, tl.maximum(token, 0), mask=inside)  # -1: there is no choice
     one = tl.load(scores_ptr + row * best_stride, mask=inside, other=0.0)
@@ -765,11 +895,15 @@ def keep_best(
     chain: torch.Tensor,
     confidence: torch.Tensor,
     column: int,
+    each: int,
     max_confidence: float,
 ) -> None:
-    """Stores the best of two tokens per row in a column of the chain, with the margin of its score as confidence."""
+    """Stores the best of two tokens per row in the chain, with the margin of its score as confidence.
+
+    `each` rows in turn are those of one row of the chain, from `column` on.
+    """
     _keep_kernel[(triton.cdiv(len(best), _ROWS),)](
-        *(best, scores, chain, confidence, len(best), best.stride(0), chain.stride(0), column),
+        *(best, scores, chain, confidence, len(best), best.stride(0), chain.stride(0), column, each),
         MAX=max_confidence,
         BLOCK=_ROWS,
     )

@@ -35,10 +35,19 @@ def _rounded(
 
 
 @triton.jit
+def _scale(largest, HIGHEST: tl.constexpr, LEAST: tl.constexpr, POWERS: tl.constexpr):
+    """Of groups with these largest numbers; POWERS: the power of two that is not below it."""
+    scale = tl.maximum(tl.div_rn(largest, HIGHEST), LEAST)
+    if POWERS:
+        scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
 def _round_kernel(
     x_ptr, out_ptr, scale_ptr, stored_ptr, K, group, x_stride,
     INTEGERS: tl.constexpr, NARROW: tl.constexpr, RESTORED: tl.constexpr,
-    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, LEAST: tl.constexpr,
+    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, LEAST: tl.constexpr, POWERS: tl.constexpr,
     TOGETHER: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some groups of one row, each in one block, or one group in several blocks (TOGETHER is 0). stored_ptr: the scale,
@@ -55,7 +64,7 @@ def _round_kernel(
         mask = (within < group)[None, :] & (k < K)
         x = tl.load(x_ptr + row * x_stride + k, mask=mask, other=0.0).to(tl.float32)
         if stored_ptr is None:
-            scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), HIGHEST), LEAST)
+            scale = _scale(tl.max(tl.abs(x), 1), HIGHEST, LEAST, POWERS)
             count = tl.cdiv(K, group)
             tl.store(scale_ptr + row * count + groups, scale, mask=groups < count)
             scales = tl.broadcast_to(scale[:, None], x.shape)
@@ -72,7 +81,7 @@ def _round_kernel(
                 k = start + tl.arange(0, BLOCK)
                 x = tl.load(x_ptr + row * x_stride + k, mask=k < end, other=0.0).to(tl.float32)
                 largest = tl.maximum(largest, tl.abs(x))
-            scale = tl.maximum(tl.div_rn(tl.max(largest, 0), HIGHEST), LEAST)
+            scale = _scale(tl.max(largest, 0), HIGHEST, LEAST, POWERS)
             tl.store(scale_ptr + row * tl.num_programs(1) + tl.program_id(1), scale)
         else:
             scale = tl.load(stored_ptr)
@@ -102,6 +111,7 @@ def rounded_rows(x: torch.Tensor, how: RowRounding, *, narrow: bool = False, res
         LOWEST=lowest,
         HIGHEST=highest,
         LEAST=LEAST_SCALE,
+        POWERS=how.powers,
         TOGETHER=together,
         BLOCK=block,
         num_warps=max(1, min(16, block * (together or 1) // 512)),

@@ -27,12 +27,13 @@ class Activations:
     """How rows are rounded to e4m3 or integers before a product.
 
     `group`: columns of one scale, which is computed for each row; None: all columns. `static`: the scale is stored
-    instead (`input_scale`).
+    instead (`input_scale`). `powers`: scales are rounded up to powers of two.
     """
 
     kind: RowType = "fp8"
     group: int | None = None
     static: bool = False
+    powers: bool = False
 
 
 class Coded(WeightFormat):
@@ -81,7 +82,7 @@ class Coded(WeightFormat):
             *(fused_codes(codes), dtype),
             gated=use.gated,
             experts=use.experts,
-            rows=None if how is None else RowRounding(how.kind, how.group, scale),
+            rows=None if how is None else RowRounding(how.kind, how.group, scale, how.powers),
             coarse=self.coarse,
         )
         return prepared if orders[0] is None else OrderedWeight(prepared, orders[0])

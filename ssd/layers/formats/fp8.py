@@ -28,6 +28,7 @@ class Unpacked(Coded):
     block_columns: int | None = None
     scale: str = "weight_scale"  # name of the scales
     zero_point: bool = False  # integers that stand for zero are stored, one for each scale
+    powers: bool = False  # scales are powers of two: float32, or 8 bits of exponent
     activations: Activations | None = None
 
     def shapes(self, rows: int, depth: int) -> dict[str, tuple[int, ...]]:
@@ -45,7 +46,8 @@ class Unpacked(Coded):
         return shapes
 
     def types(self, tensor: str) -> tuple[torch.dtype, ...]:
-        return {"weight": _TYPES[self.name], "weight_zero_point": (torch.int8,)}.get(tensor, FLOATS)
+        scales = (*FLOATS, torch.float8_e8m0fnu) if self.powers else FLOATS
+        return {"weight": _TYPES[self.name], "weight_zero_point": (torch.int8,)}.get(tensor, scales)
 
     def share(self, tensor: str, rows: slice, columns: slice) -> tuple[slice, ...]:
         if tensor == "weight":
@@ -57,7 +59,7 @@ class Unpacked(Coded):
 
     def codes(self, stored: Mapping[str, torch.Tensor]) -> Codes:
         values = stored["weight"].view(torch.uint8)
-        scales = self._by_row(stored[self.scale], len(values))
+        scales = self._by_row(stored[self.scale].float(), len(values))
         zeros = self._by_row(stored["weight_zero_point"], len(values)) if self.zero_point else None
         return codes_of(values, scales, zeros, self.name, self.block_columns)
 
@@ -68,9 +70,19 @@ class Unpacked(Coded):
         return numbers.repeat_interleave(self.block_rows, 0)[:rows]
 
     def fault(self, tensor: str, share: torch.Tensor) -> str:
-        if tensor == self.scale and share.dtype in FLOATS and bool((share < 0).any()):
-            return "has negative numbers, which are no scales: download the checkpoint again"
-        return super().fault(tensor, share)
+        if fault := super().fault(tensor, share):
+            return fault
+        if tensor != self.scale:
+            return ""
+        scales = share.float()
+        if bool((scales < 0).any() | scales.isnan().any()):
+            return "has negative numbers or NaN, which are no scales: download the checkpoint again"
+        if self.powers and bool((scales.frexp().mantissa % 0.5 != 0).any()):
+            return (
+                "has numbers that are no powers of two, unlike quantization_config.scale_fmt='ue8m0': remove scale_fmt "
+                "from config.json if scales are any numbers"
+            )
+        return ""
 
     def num_bytes(self, rows: int, depth: int, dtype: torch.dtype, use: Use) -> int:
         return rows * (depth + 4 * (depth // self.block_columns if self.block_columns else 1))

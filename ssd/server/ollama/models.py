@@ -25,7 +25,7 @@ from ssd.server.ollama.writer import timestamp
 from ssd.server.protocol import Json
 from ssd.text.harmony import is_harmony
 from ssd.text.reasoning import marks_reasoning
-from ssd.text.tool_calls import has_tools
+from ssd.text.tool_formats import has_tools, parser_for
 from ssd.version import VERSION
 
 router = APIRouter(route_class=JsonRoute, responses=OLLAMA_ERROR_RESPONSES)
@@ -66,7 +66,7 @@ class Description:
         harmony = is_harmony(self.template)
         found = {
             "completion": True,
-            "tools": harmony or has_tools(self.template),
+            "tools": has_tools(self.template) or parser_for(self.template) is not None,
             "thinking": harmony or marks_reasoning(self.template),
         }
         return [name for name, has in found.items() if has]

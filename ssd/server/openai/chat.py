@@ -22,12 +22,12 @@ from ssd.server.harmony_answers import in_harmony
 from ssd.server.http.bodies import JsonRoute, on_thread
 from ssd.server.ignored import current
 from ssd.server.protocol import ChatRequest
-from ssd.server.tool_prompt import as_text
+from ssd.server.tool_prompt import as_text, with_tools
 from ssd.server.tool_use import ToolUse, message_format, read_tools, special_tags
 from ssd.text.events import Event
 from ssd.text.harmony import is_harmony
 from ssd.text.message_format import PROMPT_END, MessageFormat, parse, stop_tokens
-from ssd.text.tool_calls import PARSERS, FencedParser, has_tools
+from ssd.text.tool_formats import PARSERS, FencedParser, has_tools, parser_for
 
 router = APIRouter(route_class=JsonRoute)
 _END: Final = "\x00end of the message\x00"  # marks where a message to be continued ends in the rendered chat
@@ -182,6 +182,8 @@ def _read(
     options: dict[str, Any] = {}
     if has_tools(template):
         options = {"tools": described} if described else {}
+    elif (own := parser_for(template)) is not None and PARSERS.get(named, own) is own:
+        messages = with_tools(messages, described, own)
     else:
         messages = as_text(messages, described, PARSERS.get(named, FencedParser))
     prompt, more = _prompt(state.llm, body, messages, options, bounded)
@@ -196,6 +198,8 @@ def _prompt(
         raise invalid("messages", "the list is empty")
     effort = effort_options("reasoning_effort", body.reasoning_effort)
     options = {**effort, **(body.chat_template_kwargs or {}), **options}
+    if "enable_thinking" in options:  # what templates of DeepSeek and Kimi call it
+        options = {"thinking": options["enable_thinking"], **options}
     for name in ("chat_template", "add_generation_prompt"):
         if (value := getattr(body, name)) is not None:
             options[name] = value

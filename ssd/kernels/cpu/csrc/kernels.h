@@ -237,6 +237,11 @@ struct move_accepted { /* caches: of each tensor its address, and the bytes of a
     long works, table_columns, block_size, num_caches;
 };
 
+struct follow_rows { /* above: [sequences * beams]; caches as before, KV slots as in `extend_rows` */
+    const int64_t *above, *caches;
+    long sequences, beams, depth, first_slot, slots_per_branch, num_caches;
+};
+
 struct stage {
     struct state;
     const int32_t *slots, *num_drafted;
@@ -269,12 +274,20 @@ struct extend_rows {
     long rows, branches, ld_after, ld, depth, reads, first_slot, slots_per_branch, vocab_size;
 };
 
+struct block_rows {
+    struct state;
+    const int32_t *slots, *tables;
+    int32_t *tokens, *positions, *slot_mapping, *context_len, *row_slots; /* of rows */
+    int32_t *decided, *decided_slot; /* of token `place` of a sequence at sequence * ld_sequence + place * ld_place */
+    long sequences, queries, count, ld_sequence, ld_place, mask_token, table_columns, block_size;
+};
+
 struct keep_best {
     const int32_t *best;
     const float *scores;
     int32_t *chain;
     float *confidence;
-    long rows, found, ld, column; /* found: tokens of a row of `best` */
+    long rows, found, ld, column, each; /* found: tokens of a row of `best`; each: rows of it for one of the chain */
     float max_confidence;
 };
 

@@ -161,6 +161,27 @@ int ssd_move_accepted(const void *given, int threads) {
     return 0;
 }
 
+int ssd_follow_rows(const void *given, int threads) {
+    const struct follow_rows *a = given;
+    enum { BEAMS = 64, BYTES = 256 };
+    char kept[BEAMS][BYTES];
+    const long beams = a->beams, rows = a->sequences * beams;
+    if (beams > BEAMS) return 1;
+    for (long row = 0; row < rows; row++)
+        if (outside(a->above[row], rows)) return 1;
+    for (long i = 0; i < a->num_caches; i++) {
+        const long size = a->caches[2 * i + 1], row_size = a->slots_per_branch * size;
+        char *cache = (char *)(intptr_t)a->caches[2 * i] + a->first_slot * size;
+        for (long first = 0; first < rows; first += beams) /* rows follow rows of their own sequence */
+            for (long at = 0; at < a->depth * size; at += BYTES) {
+                const size_t bytes = (size_t)min_l(BYTES, a->depth * size - at);
+                for (long b = 0; b < beams; b++) memcpy(kept[b], cache + a->above[first + b] * row_size + at, bytes);
+                for (long b = 0; b < beams; b++) memcpy(cache + (first + b) * row_size + at, kept[b], bytes);
+            }
+    }
+    return 0;
+}
+
 int ssd_stage(const void *given, int threads) {
     const struct stage *a = given;
     const long width = a->width, reads = a->reads;
@@ -233,6 +254,28 @@ int ssd_extend_rows(const void *given, int threads) {
     return 0;
 }
 
+int ssd_block_rows(const void *given, int threads) {
+    const struct block_rows *a = given;
+    for (long i = 0, row = 0; i < a->sequences; i++) {
+        long slot = a->slots[i];
+        if (outside(slot, a->num_slots) || a->length[slot] < 1 || a->length[slot] > a->columns) return 1;
+        long first = a->length[slot] - 1;
+        const int32_t *table = a->tables + slot * a->table_columns;
+        for (long place = 0; place < a->queries; place++, row++) {
+            long position = first + place, block = position / a->block_size, written = place - a->queries + a->count;
+            int known = block < min_l(table[0], a->table_columns - 1);
+            a->tokens[row] = place ? (int32_t)a->mask_token : a->token_ids[slot * a->columns + first];
+            a->positions[row] = (int32_t)position;
+            a->slot_mapping[row] = known ? (int32_t)(table[1 + block] * a->block_size + position % a->block_size) : -1;
+            a->context_len[row] = (int32_t)(first + a->queries), a->row_slots[row] = (int32_t)slot;
+            if (written < 0) continue;
+            a->decided[i * a->ld_sequence + written * a->ld_place] = (int32_t)(first + 1 + written);
+            a->decided_slot[i * a->ld_sequence + written * a->ld_place] = (int32_t)slot;
+        }
+    }
+    return 0;
+}
+
 /* The first of `found` tokens of each row, and by how much its score is the largest; -inf less -inf, where there is no token
  * at all, is 0. */
 int ssd_keep_best(const void *given, int threads) {
@@ -240,8 +283,9 @@ int ssd_keep_best(const void *given, int threads) {
     const float lowest = -1e38f, *scores = a->scores;
     for (long row = 0; row < a->rows; row++, scores += a->found) {
         float margin = (scores[0] < lowest ? lowest : scores[0]) - (scores[1] < lowest ? lowest : scores[1]);
-        a->chain[row * a->ld + a->column] = (int32_t)max_l(a->best[row * a->found], 0);
-        a->confidence[row * a->ld + a->column] = margin > a->max_confidence ? a->max_confidence : margin;
+        long at = row / a->each * a->ld + a->column + row % a->each;
+        a->chain[at] = (int32_t)max_l(a->best[row * a->found], 0);
+        a->confidence[at] = margin > a->max_confidence ? a->max_confidence : margin;
     }
     return 0;
 }

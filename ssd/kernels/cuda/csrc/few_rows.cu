@@ -38,14 +38,10 @@ struct Params {
 
 __device__ __forceinline__ int stage_bytes(const Params& p) { return X_BYTES + p.share * STRIP_BYTES; }
 
-// Numbers `part` of two words of neighbouring weights, as a pair of bfloat16. See `packing.paired` for fp8.
+// Numbers `part` of two words of neighbouring weights, as a pair of bfloat16.
 template <int part>
 __device__ __forceinline__ u32 widened(uint2 w) {
-    if (FORMAT == 0) {  // the exponent is not moved, which divides by 2^120
-        const u32 v = part < 2 ? w.x : w.y;
-        const u32 bits = part % 2 ? masked(v << 4, 0x80F080F0u, (v >> 4) & 0x07000700u) : v & 0x87F087F0u;
-        return fma2(bits, 0x7B807B80u, 0x80008000u);
-    }
+    if (FORMAT == 0) return widened_fp8<part>(w);
     const u32 v = bytes<0x0400 + part % 4 * 0x1111>(w.x, w.y);  // 128 and seven bits, minus 128, or 256 for the sign
     return fma2(masked(v, 0x007F007Fu, 0x43004300u), 0x3F803F80u, masked(v, 0x00800080u, 0xC300C300u));
 }

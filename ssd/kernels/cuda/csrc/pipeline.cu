@@ -48,6 +48,15 @@ __device__ __forceinline__ void prepare(Barriers& barriers, int stages, int cons
     mbarriers_are_ready();
 }
 
+// Numbers `part` of two words of neighbouring codes, as a pair of bfloat16: of e4m3 (`packing.paired`), whose exponent is
+// not moved, which divides by 2^120.
+template <int part>
+__device__ __forceinline__ u32 widened_fp8(uint2 w) {
+    const u32 v = part < 2 ? w.x : w.y;
+    const u32 bits = part % 2 ? masked(v << 4, 0x80F080F0u, (v >> 4) & 0x07000700u) : v & 0x87F087F0u;
+    return fma2(bits, 0x7B807B80u, 0x80008000u);
+}
+
 __device__ __forceinline__ float wide(bf16 v) { return __uint_as_float((u32)v << 16); }
 __device__ __forceinline__ bf16 narrow(float v) { return (bf16)pack(v, 0.0f); }
 __device__ __forceinline__ void store(void* y, bool float32, u64 at, float value) {
