@@ -1,8 +1,10 @@
 """What a slow link to a draft server costs, measured and as `ssd simulate` has it: `python scripts/draft_link.py`.
 
 A proxy between one engine and `ssd draft-server` holds every message for a time. The simulation has the engine's round
-without waiting, the draft's step, acceptance and hits as they were measured with the first delay, and the link's delay.
-Delays take turns, and the fastest of several answers counts, since other processes slow them down.
+without waiting and the draft's step as they were measured with the first delay, acceptance, the share of rounds whose
+draft was at hand as its hits, and the link's delay.
+Delays take turns, and the median of several answers counts, since other processes slow them down. --verify-ms makes
+rounds last long enough for that on a busy machine.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from statistics import median
 from typing import Any, NamedTuple
 
 from ssd import LLM, SamplingParams
+from ssd.drafting.process import ProcessDrafter
 from ssd.parallel.address import Address
 from ssd.simulation.rounds import Setup, World
 
@@ -75,6 +79,20 @@ def draft_server(draft: str, address: Address) -> Iterator[None]:
             process.terminate()
 
 
+def lengthen(llm: LLM, seconds: float) -> None:
+    """Makes every forward pass of the target last at least so long: one on another device, for which the host waits."""
+    target = llm.engine.round.target
+    forward = target.forward
+
+    def slow(*given: Any, **options: Any) -> Any:
+        began = time.perf_counter()
+        made = forward(*given, **options)
+        time.sleep(max(0.0, began + seconds - time.perf_counter()))
+        return made
+
+    target.forward = slow  # type: ignore[method-assign]
+
+
 class Answer(NamedTuple):
     """Seconds of a round, in the mean of an answer's."""
 
@@ -97,7 +115,9 @@ def answer(llm: LLM, tokens: int) -> Answer:
 
 def simulated(llm: LLM, alone: Answer, k: int, delay: float) -> float:
     """Seconds of a round in the simulation; `alone`: without delay."""
-    metrics, verify, step = llm.engine.metrics, alone.round - alone.waited, alone.drafted / (k + 1)
+    metrics, drafter = llm.engine.metrics, llm.engine.round.drafter
+    assert isinstance(drafter, ProcessDrafter)
+    verify, step = alone.round - alone.waited, alone.drafted / (k + 1)
     reached = [metrics.spec_decode_num_drafts, *metrics.spec_decode_num_accepted_tokens_per_pos]
     rates = [after / before for before, after in itertools.pairwise(reached) if before][:k]
     setup = Setup(
@@ -106,7 +126,7 @@ def simulated(llm: LLM, alone: Answer, k: int, delay: float) -> float:
         draft=lambda rows, sequences: step,
         k=k,
         rates=rates + [0.0] * (k - len(rates)),
-        hits=metrics.ssd_hit_rate,
+        hits=drafter.at_hand / max(1, drafter.at_hand + drafter.replies),
         backup="jit",
         link=delay,
     )
@@ -121,6 +141,7 @@ def main() -> None:
     parser.add_argument("--draft", default="tiny-llama-draft")
     parser.add_argument("--delays", default="0,0.1,0.5,1,2,5", help="ms, one way")
     parser.add_argument("--k", type=int, default=4)
+    parser.add_argument("--verify-ms", type=float, default=0.0, help="least time of a verification, by sleeping")
     parser.add_argument("--tokens", type=int, default=150)
     parser.add_argument("--repeats", type=int, default=7)
     given = parser.parse_args()
@@ -131,6 +152,7 @@ def main() -> None:
             proxy = Proxy(between, server)
             speculation: dict[str, Any] = {"draft_url": str(between), "k": given.k, "budget": 8, "backup": "jit"}
             with LLM(given.model, max_num_seqs=1, max_model_len=1024, speculation=speculation) as llm:
+                lengthen(llm, given.verify_ms / 1e3)
                 for _ in range(3):
                     answer(llm, given.tokens)
                 found: dict[float, list[Answer]] = {delay: [] for delay in delays}
@@ -138,12 +160,12 @@ def main() -> None:
                     for delay in delays:
                         proxy.delay = delay
                         found[delay].append(answer(llm, given.tokens))
-                fastest = [min(found[delay]) for delay in delays]
-                told = [simulated(llm, fastest[0], given.k, delay) for delay in delays]
+                usual = [Answer(*map(median, zip(*found[delay], strict=True))) for delay in delays]
+                told = [simulated(llm, usual[0], given.k, delay) for delay in delays]
     print("| delay, one way | round, measured | round, simulated | speed, measured | speed, simulated |")
     print("|---|---|---|---|---|")
-    for delay, own, other in zip(delays, fastest, told, strict=True):
-        times, speeds = (own.round, other), (fastest[0].round / own.round, told[0] / other)
+    for delay, own, other in zip(delays, usual, told, strict=True):
+        times, speeds = (own.round, other), (usual[0].round / own.round, told[0] / other)
         cells = [f"{1e3 * each:.2f} ms" for each in (delay, *times)] + [f"{each:.2f}" for each in speeds]
         print(f"| {' | '.join(cells)} |")
 
