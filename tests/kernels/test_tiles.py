@@ -23,4 +23,7 @@ def test_tiles_fit(kibibytes: int, dtype: torch.dtype) -> None:
             assert (tile.stages - 1) * 2 * tile.depth * (tile.rows + tile.columns) <= limit
             assert dtype is torch.bfloat16 or 4 * tile.rows * tile.columns <= limit
             assert tile.stages >= 2
-            assert kibibytes < 227 or tile == wanted
+            if dtype is torch.float32:  # whose bits depend on these
+                assert (tile.depth, tile.columns >= 64, tile.warps >= 4) == (64, True, True)
+            else:
+                assert kibibytes < 227 or tile == wanted

@@ -276,4 +276,5 @@ def test_efforts_are_variables_of_the_chat_template(served: Served, monkeypatch:
     for path, fields in asked:
         assert post(served, path, **fields) == (200, {})
     low: list[dict[str, Any]] = list(itertools.repeat({"reasoning_effort": "low"}, 3))
-    assert seen == [*low, {"reasoning_effort": "none", "enable_thinking": False}, {"enable_thinking": True}]
+    off, on = ({"enable_thinking": value, "thinking": value} for value in (False, True))
+    assert seen == [*low, {"reasoning_effort": "none", **off}, on]
