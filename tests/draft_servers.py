@@ -22,6 +22,7 @@ from ssd.core import Request, Sequence
 from ssd.draft_server.options import DraftServerOptions
 from ssd.draft_server.server import DraftServer
 from ssd.drafting.wire import Draft, Entry, Hello, Kind, PreparedDrafts, decode_prepared, decode_proposals, encode_round
+from ssd.kernels.cpu.threads import use_threads
 from ssd.models.checkpoint import HFCheckpoint
 from ssd.parallel.address import Address
 from ssd.parallel.process import setup_message
@@ -36,7 +37,8 @@ def draft_server(folder: Path, draft: str = DRAFT, **options: Any) -> Iterator[D
     """In threads of this process; at `unix:FOLDER/socket` unless the options say otherwise."""
     chosen = DraftServerOptions(**{**SMALL, "listen": (f"unix:{folder}/socket",), **options})
     sockets = [address.listen() for address in chosen.addresses]
-    server = DraftServer(SharedDraft(chosen.config(draft), chosen.max_engines), chosen, sockets)
+    with use_threads(1):  # the thread of a test keeps its number
+        server = DraftServer(SharedDraft(chosen.config(draft), chosen.max_engines), chosen, sockets)
     thread = threading.Thread(target=server.serve)
     thread.start()
     try:

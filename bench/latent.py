@@ -1,0 +1,97 @@
+"""How fast is latent attention alone on a GPU? The time of a layer's attention, beside the bytes of its latents.
+
+    python bench/latent.py                           # GLM-4.7-Flash's 20 heads
+    python bench/latent.py --heads 128 --at 8x16384  # DeepSeek-V3's, 8 sequences of 16,384 tokens
+    python bench/latent.py --prompt 4096             # a prompt, in one chunk
+
+Layers follow each other in one CUDA graph, with so many caches that the L2 holds no two of them. `floor` is the time of
+reading a layer's latents once, at the memory's bandwidth, as a part of the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from linear import seconds
+
+from ssd.bench.floor import bandwidth
+from ssd.bench.record import HELP, Rows, record
+from ssd.kernels.device import kernels
+from ssd.kernels.ops import DeviceBatch, HeadShape, Ops
+
+_BLOCK = 64  # positions
+_BYTES = 400 << 20  # of all caches
+
+
+def main() -> None:
+    args = _arguments()
+    device = torch.device("cuda")
+    heads = HeadShape(args.heads, 1, 576, latent_dim=512, softmax_scale=192**-0.5)
+    ops: Ops = kernels(device).ops()
+    ops.reserve([heads], device)
+    found: Rows = {}
+    for shape in [f"1x{args.prompt}"] if args.prompt else args.at:
+        count, context = map(int, shape.split("x"))
+        queries = args.prompt or 1
+        time, floor = bench(ops, heads, count, context, queries, device)
+        rate = 2 * args.heads * (576 + 512) * context**2 / 2 / time / 1e12 if args.prompt else floor / time
+        unit, digits = ("TFLOP/s", 0) if args.prompt else ("floor", 2)
+        found[shape] = {"us": round(1e6 * time, 1), unit: round(rate, digits)}
+        print(f"{shape:<10} {1e6 * time:8.1f} us  {rate:.{digits}f} {unit}", flush=True)
+    record(args.json, found)
+
+
+@torch.inference_mode()
+def bench(
+    ops: Ops, heads: HeadShape, count: int, context: int, queries: int, device: torch.device
+) -> tuple[float, float]:
+    """Seconds of the last `queries` positions of each of `count` sequences, and of reading the latents once."""
+    batch = batch_of(ops, heads, count, context, queries, device)
+    shape = (batch.block_tables.numel(), _BLOCK, 1, heads.head_dim)
+    size = 2 * count * context * heads.head_dim
+    caches = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(min(20, max(2, _BYTES // size)))]
+    q = torch.randn(count * queries, heads.num_heads, heads.head_dim, device=device, dtype=torch.bfloat16)
+    ops.plan(batch, heads, caches[0])
+
+    def layers() -> None:
+        for cache in caches:
+            ops.attention(q, batch, heads, cache, cache)
+
+    return seconds(layers, device) / len(caches), size / bandwidth(device)
+
+
+def batch_of(ops: Ops, heads: HeadShape, count: int, context: int, queries: int, device: torch.device) -> DeviceBatch:
+    def ints(values: list[int] | range) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    blocks = -(-context // _BLOCK)
+    firsts = ints(range(0, queries, ops.tile_tokens([heads], prefill=queries > 1)))
+    tiles = torch.stack((ints(range(count)).repeat_interleave(len(firsts)), firsts.repeat(count)))
+    return DeviceBatch(
+        token_ids=ints([0] * count * queries),
+        positions=ints(range(context - queries, context)).repeat(count),
+        slot_mapping=ints([0] * count * queries),
+        query_start=ints(range(0, (count + 1) * queries, queries)),
+        context_len=ints([context] * count),
+        block_tables=torch.randperm(count * blocks, device=device).int().view(count, blocks),
+        table_rows=ints(range(count)),
+        tiles=tiles[:, :0] if queries > 1 else tiles,
+        prefill_tiles=tiles if queries > 1 else None,
+        logit_rows=None,
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=int, default=20, help="query heads")
+    decoding = ["1x512", "1x4096", "1x16384", "8x16384", "64x2048"]
+    parser.add_argument("--at", nargs="+", default=decoding, help="sequences that decode, and tokens of each")
+    parser.add_argument("--prompt", type=int, default=0, help="tokens of a prompt, which is timed in their place")
+    parser.add_argument("--json", type=Path, help=HELP)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
