@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 
 import pytest
+from conftest import mostly_slow
 from fakes import make_sequence
 
 from ssd.core import Origin, Outcome, Proposal, Sequence, Work
@@ -317,14 +318,17 @@ class Text(Fake):
 
 @pytest.mark.parametrize(
     ("copied", "acceptance", "step", "row"),
-    [
-        (0.02, 0.8, 0.05, 0.02),  # the learned draft
-        (0.02, 0.8, 0.4, 0.2),  # neither
-        (0.7, 0.3, 0.5, 0.05),  # look-up alone
-        (0.3, 0.8, 0.05, 0.02),  # both
-        (0.3, 0.5, 0.3, 0.02),
-        (0.05, 0.6, 0.15, 0.1),
-    ],
+    mostly_slow(
+        [
+            (0.02, 0.8, 0.05, 0.02),  # the learned draft
+            (0.02, 0.8, 0.4, 0.2),  # neither
+            (0.7, 0.3, 0.5, 0.05),  # look-up alone
+            (0.3, 0.8, 0.05, 0.02),  # both
+            (0.3, 0.5, 0.3, 0.02),
+            (0.05, 0.6, 0.15, 0.1),
+        ],
+        fast={(0.7, 0.3, 0.5, 0.05), (0.3, 0.8, 0.05, 0.02)},
+    ),
 )
 def test_look_up_beside_a_learned_draft_is_as_fast_as_the_best_of_them(
     copied: float, acceptance: float, step: float, row: float

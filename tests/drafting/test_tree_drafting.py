@@ -110,7 +110,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", mostly_slow([*MODELS, *HEADS, *BLOCKS], fast={"qwen2", "rnn"}))
+@pytest.mark.parametrize("kind", mostly_slow([*MODELS, *HEADS, *BLOCKS], fast={"qwen2"}))
 def test_trees_are_the_best_ones(make_model: Callable[[str], TestModel], tmp_path: Path, kind: str) -> None:
     """At T = 0 and above, with chunks of prompts, several sequences and accepted paths of all lengths."""
     target = make_model("qwen3" if kind in BLOCKS else "llama-tied")

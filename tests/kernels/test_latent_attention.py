@@ -78,7 +78,7 @@ def test_attention_over_latents(kind: str, heads: HeadShape) -> None:
     or threads share it. Catches values of other columns, and a part of the heads that is left out."""
     torch.manual_seed(0)
     for dtype in make_ops(kind)[2]:
-        lengths = (5, 1100 if kind == "triton" and CUDA else 200, 70)
+        lengths = (5, 1100 if kind == "triton" and CUDA else 140, 70)
         paged = Paged.of(kind, heads, lengths, dtype)
         spans = [(1, lengths[1] - 30, lengths[1]), (0, 0, 5), (2, 64, 67)]
         q = torch.randn(38, heads.num_heads, heads.head_dim, device=paged.cache.device).to(dtype)
@@ -88,7 +88,7 @@ def test_attention_over_latents(kind: str, heads: HeadShape) -> None:
             *(q.float(), paged.batch(spans, True), heads), *[paged.cache.float().nan_to_num()] * 2
         )
         close(whole, expected, dtype)
-        for programs in (1, 4, 8, 40) if CUDA else (1, 40):
+        for programs in (1, 4, 8, 40) if CUDA else (40,):
             if isinstance(paged.ops, TritonOps):
                 assert paged.ops._workspace is not None
                 paged.ops._workspace.programs = lambda heads, programs=programs: programs  # type: ignore[method-assign]

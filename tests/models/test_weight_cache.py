@@ -317,6 +317,7 @@ def test_a_disk_limits_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 # --- several processes ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_processes_that_build_at_once_do_not_harm_each_other(folder: Path, packed: Path) -> None:
     context = multiprocessing.get_context("spawn")
     start, results = context.Barrier(2), context.Queue()

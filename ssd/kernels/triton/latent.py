@@ -23,7 +23,7 @@ from ssd.kernels.cuda.launch import early_launch, processors
 from ssd.kernels.ops import DeviceBatch, HeadShape
 from ssd.kernels.triton.attention import LATENT_GROUP, LATENT_SPLIT, LOG2_E, Workspace, columns, tile_rows
 
-_STEP = 64  # positions per step; part of the fixed order
+_STEP = 64  # positions per step, in float32 a fourth for want of shared memory; part of the fixed order
 _MMA_ROWS, _MMA_COLUMNS = 64, 16  # the tensor cores' wide side; keys of one step of theirs, at most
 _WARPS = 8
 _FOLD_COLUMNS = 16  # of a program that folds, at most
@@ -276,7 +276,7 @@ def _load_units(stats_ptr, partial_ptr, unit, end, place, part, r, d, valid, PAR
 def _fold_eight(
     m, l, acc, scale, stats_ptr, partial_ptr, unit, end, place, part, r, d, valid, PARTS: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
-    """Folds eight units from each of `unit` [G] on, which are loaded before any of them is folded."""
+    """Folds eight units (LATENT_GROUP) from each of `unit` [G] on, which are loaded before any of them is folded."""
     m0, l0, acc0 = _load_units(stats_ptr, partial_ptr, unit, end, place, part, r, d, valid, PARTS, D)
     m1, l1, acc1 = _load_units(stats_ptr, partial_ptr, unit + 1, end, place, part, r, d, valid, PARTS, D)
     m2, l2, acc2 = _load_units(stats_ptr, partial_ptr, unit + 2, end, place, part, r, d, valid, PARTS, D)
