@@ -48,7 +48,7 @@ Prefill = Callable[
 SPLIT = 512
 LATENT_SPLIT, LATENT_GROUP = 128, 8  # pieces of latent attention, and how many are folded together first
 BLOCK_N = 64  # positions per step; part of the fixed order
-_MMA_COLUMNS = 16  # keys of one tensor-core step, at most
+MMA_COLUMNS = 16  # keys of one tensor-core step, at most
 _DECODE_ROWS = 16  # of a tile: the tensor cores' minimum
 PREFILL_ROWS = 128
 _LATENT_ROWS = 32  # of latent attention, at most: sums of so many wide values are what registers hold
@@ -57,7 +57,7 @@ _DECODE_WARPS, _PREFILL_WARPS = 4, 8
 _TMA_BYTES = 32  # of a head at one position, at least: shared memory is laid out by 32 bytes
 _WORKSPACE_PIECES = 1024  # of tiles that several programs compute
 _MORE = tl.constexpr(7)  # pieces that an item can have beyond a program's share
-_ITEM = tl.constexpr(16)  # integers of a work item, see `_plan_kernel`
+ITEM = tl.constexpr(16)  # integers of a work item, see `_plan_kernel`
 _FAR = tl.constexpr(1 << 30)  # behind all positions
 _PLAN_SIZES = 128, 1024, 8192  # tiles of a batch, at most: a kernel for each
 LOG2_E = 1.4426950408889634  # exp2 instead of exp
@@ -65,15 +65,15 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
-def _fold(m, l, acc, m_piece, l_piece, acc_piece, scale):
-    """Merges one piece's softmax statistics into the running ones."""
+def fold(m, l, acc, m_piece, l_piece, acc_piece, scale, AXIS: tl.constexpr = -1):
+    """Merges one piece's softmax statistics into the running ones. AXIS: of `acc`, that of the columns of values."""
     m_new = tl.maximum(m, m_piece)
     safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     old = tl.exp2((m - safe) * scale)  # a form that the compiler cannot contract to a fused multiply-add
     new = tl.exp2((m_piece - safe) * scale)
     l = tl.fma(l, old, l_piece * new)
-    wide_old = tl.broadcast_to(tl.expand_dims(old, -1), acc.shape)
-    wide_new = tl.broadcast_to(tl.expand_dims(new, -1), acc.shape)
+    wide_old = tl.broadcast_to(tl.expand_dims(old, AXIS), acc.shape)
+    wide_new = tl.broadcast_to(tl.expand_dims(new, AXIS), acc.shape)
     return m_new, l, tl.fma(acc, wide_old, acc_piece * wide_new)
 
 
@@ -114,17 +114,23 @@ def _load_kv(
 
 
 @triton.jit
+def path_slots(table, path, slots_ptr, n, decided, last, BLOCK_SIZE: tl.constexpr):
+    """KV slots of the positions n up to `last` that a node of a tree sees: its path's from `decided` on."""
+    seen, own = n <= last, (n <= last) & (n >= decided)
+    block = tl.load(table + n // BLOCK_SIZE, mask=seen & (n < decided), other=0).to(tl.int64)
+    row = tl.load(path + n - decided, mask=own, other=0)
+    slot = tl.maximum(tl.load(slots_ptr + row, mask=own, other=0), 0).to(tl.int64)
+    return tl.where(own, slot, block * BLOCK_SIZE + n % BLOCK_SIZE)
+
+
+@triton.jit
 def _load_path(
     k, v, table, path, slots_ptr, n, decided, last, kv_head, slot_stride, d,
     BLOCK_SIZE: tl.constexpr, D: tl.constexpr, WIDEN: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """The same at the positions n up to `last`, as a node of a tree sees them."""
-    seen, own = n <= last, (n <= last) & (n >= decided)
-    block = tl.load(table + n // BLOCK_SIZE, mask=seen & (n < decided), other=0).to(tl.int64)
-    row = tl.load(path + n - decided, mask=own, other=0)
-    slot = tl.maximum(tl.load(slots_ptr + row, mask=own, other=0), 0).to(tl.int64)
-    slots = tl.where(own, slot, block * BLOCK_SIZE + n % BLOCK_SIZE)[:, None] * slot_stride
-    at, mask = kv_head * D + slots + d[None, :], seen[:, None] & (d < D)[None, :]
+    slots = path_slots(table, path, slots_ptr, n, decided, last, BLOCK_SIZE)[:, None] * slot_stride
+    at, mask = kv_head * D + slots + d[None, :], (n <= last)[:, None] & (d < D)[None, :]
     keys, values = tl.load(k + at, mask=mask, other=0.0), tl.load(v + at, mask=mask, other=0.0)
     return widen(keys, dtype, WIDEN), widen(values, dtype, WIDEN)
 
@@ -188,7 +194,7 @@ def _end_piece(
         if num_items > 1:
             at = ((first_at + start // SPLIT_LEN) * HKV + kv_head).to(tl.int64) * BLOCK_M + r
             _store_piece(stats_ptr, partial_ptr, at, d, m, l, acc, valid, mask, D)
-        m_all, l_all, acc_all = _fold(m_all, l_all, acc_all, m, l, acc, scale)
+        m_all, l_all, acc_all = fold(m_all, l_all, acc_all, m, l, acc, scale)
         m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         sums = tl.zeros((BLOCK_M, 16), tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -273,7 +279,7 @@ def _plan_kernel(
         own_tokens = tl.sum(tl.where(mine, tokens, 0))
         own_place = tl.sum(tl.where(mine, place, 0))
         own_sequence = tl.sum(tl.where(mine, sequence, 0))
-        at = items_ptr + (tl.sum(tl.where(mine, start, 0)) + i) * _ITEM
+        at = items_ptr + (tl.sum(tl.where(mine, start, 0)) + i) * ITEM
         mask = i < own_items
         tl.store(at, own_row, mask=mask)
         tl.store(at + 1, own_tokens, mask=mask)
@@ -290,7 +296,7 @@ def _plan_kernel(
         tl.store(at + 8, own_place, mask=mask)
         if FOLDED > 1:
             tl.store(at + 10, unit, mask=mask)
-            tile_at = items_ptr + (max_items + tile) * _ITEM
+            tile_at = items_ptr + (max_items + tile) * ITEM
             tl.store(tile_at, own_row)
             tl.store(tile_at + 1, own_tokens)
             tl.store(tile_at + 6, own_pieces)
@@ -299,7 +305,29 @@ def _plan_kernel(
             tl.store(tile_at + 10, unit)
     else:
         for begin in range(tl.sum(items), max_items, BLOCK_I):
-            tl.store(items_ptr + (begin + i) * _ITEM, -1, mask=begin + i < max_items)
+            tl.store(items_ptr + (begin + i) * ITEM, -1, mask=begin + i < max_items)
+
+
+@triton.jit
+def query_rows(
+    r, first_row, tokens, first_position, positions_ptr, slots_ptr, depth,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, PATHS: tl.constexpr,
+):  # fmt: skip
+    """Of a tile's rows r: the query token of each, which are there, the last position that each sees (of branches, of
+    those that are shared; -1: none), and the end of them all."""
+    row = first_row + r // GROUP
+    valid = r // GROUP < tokens
+    if WIDTH:
+        valid = valid & (tl.load(slots_ptr + row, mask=valid, other=-1) >= 0)
+        position = tl.load(positions_ptr + row, mask=valid, other=-1) - depth - 1
+        position = tl.where(valid, position, -1)
+        end = tl.max(position) + 1
+    else:
+        position = tl.where(valid, first_position + r // GROUP, -1)
+        end = first_position + tokens
+        if PATHS:
+            position = tl.load(positions_ptr + row, mask=valid, other=-1)
+    return row, valid, position, end
 
 
 @triton.jit(do_not_specialize=["depth", "table_stride"])
@@ -325,7 +353,7 @@ def _decode_kernel(
         if not PLANNED:
             tl.extra.cuda.gdc_wait()
     kv_head = tl.program_id(0)
-    item = items_ptr + tl.program_id(1) * _ITEM
+    item = items_ptr + tl.program_id(1) * ITEM
     first_row = tl.load(item)
     tokens = tl.load(item + 1)
     first_position = tl.load(item + 2)
@@ -341,18 +369,9 @@ def _decode_kernel(
         return
 
     r = tl.arange(0, BLOCK_M)
-    row = first_row + r // GROUP
-    valid = r // GROUP < tokens
-    if WIDTH:
-        valid = valid & (tl.load(slots_ptr + row, mask=valid, other=-1) >= 0)
-        position = tl.load(positions_ptr + row, mask=valid, other=-1) - depth - 1  # the last shared one
-        position = tl.where(valid, position, -1)
-        end = tl.max(position) + 1
-    else:
-        position = tl.where(valid, first_position + r // GROUP, -1)
-        end = first_position + tokens
-        if PATHS:
-            position = tl.load(positions_ptr + row, mask=valid, other=-1)
+    row, valid, position, end = query_rows(
+        r, first_row, tokens, first_position, positions_ptr, slots_ptr, depth, GROUP, WIDTH, PATHS
+    )
     d = tl.arange(0, BLOCK_D)
     d_mask = d < D
     flat = (row * (HKV * GROUP) + kv_head * GROUP + r % GROUP).to(tl.int64)  # row of [T, heads]
@@ -429,7 +448,7 @@ def _decode_kernel(
             if num_items > 1:
                 at = ((place + num_pieces) * HKV + kv_head).to(tl.int64) * BLOCK_M + r
                 _store_piece(stats_ptr, partial_ptr, at, d, m_own, l_own, acc_own, valid, mask, D)
-            m_all, l_all, acc_all = _fold(m_all, l_all, acc_all, m_own, l_own, acc_own, scale)
+            m_all, l_all, acc_all = fold(m_all, l_all, acc_all, m_own, l_own, acc_own, scale)
         num_pieces += 1
     if num_items > 1:
         tl.debug_barrier()  # all of this program's stores come before the count
@@ -448,7 +467,7 @@ def _decode_kernel(
                 l = tl.load(stats_ptr + at * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
                 partial = partial_ptr + at[:, None] * D + d[None, :]
                 acc = tl.load(partial, mask=mask & real[:, None], other=0.0, cache_modifier=".cg")
-                m_all, l_all, acc_all = _fold(m_all, l_all, acc_all, m, l, acc, scale)
+                m_all, l_all, acc_all = fold(m_all, l_all, acc_all, m, l, acc, scale)
     head = kv_head * GROUP + r % GROUP
     out = _output(acc_all, m_all, l_all, scale, v_scale, sinks_ptr, head, WIDEN).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + flat[:, None] * D + d[None, :], out, mask=mask)
@@ -509,7 +528,7 @@ def _prefill_kernel(
                 visible = visible & (n[None, :] > position[:, None] - WINDOW)
                 masked = masked | (start < end - WINDOW)
             m, sums, acc = _step(q, keys, values, masked, visible, scale, ones, m, sums, acc)
-        m_all, l_all, acc_all = _fold(m_all, l_all, acc_all, m, tl.max(sums, axis=1), acc, scale)
+        m_all, l_all, acc_all = fold(m_all, l_all, acc_all, m, tl.max(sums, axis=1), acc, scale)
     head = kv_head * GROUP + r % GROUP
     out = _output(acc_all, m_all, l_all, scale, v_scale, sinks_ptr, head, WIDEN).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + flat[:, None] * D + d[None, :], out, mask=mask)
@@ -575,7 +594,7 @@ class Workspace:
         num_tiles = batch.tiles.shape[1]
         count = num_tiles + programs
         made = torch.empty(
-            (count + (num_tiles if folded > 1 else 0), _ITEM.value), dtype=torch.int32, device=batch.tiles.device
+            (count + (num_tiles if folded > 1 else 0), ITEM.value), dtype=torch.int32, device=batch.tiles.device
         )
         _plan_kernel[(num_tiles + 1,)](
             *(batch.tiles, batch.query_start, batch.context_len, batch.table_rows, batch.positions, batch.slot_mapping),
@@ -624,7 +643,7 @@ def paged_attention(
     tma = workspace.capability >= (9, 0) and whole and not wide
     # What fits into shared memory.
     decode_stages, prefill_stages = (2, 1) if wide else (5, 7 if tma else 3)
-    k, v = (_descriptor(cache) if tma else cache for cache in (k_cache, v_cache))
+    k, v = (descriptor(cache, BLOCK_N, heads.head_dim) if tma else cache for cache in (k_cache, v_cache))
     table_stride, slot_stride = batch.block_tables.stride(0), k_cache.stride(1)
     softmax = heads.scale * scales.k * LOG2_E, scales.v
     shape = {
@@ -646,10 +665,7 @@ def paged_attention(
         fp8_attention.attend(q, out, batch, heads, k_cache, v_cache, items, scratch, *softmax)
     elif batch.tiles.shape[1]:
         items, _, planned = workspace.items(batch, heads)
-        depth, width = 0, 0
-        if batch.branches is not None:
-            depth, width = batch.branches.depth, triton.next_power_of_2(batch.branches.slots_per_branch)
-            width = max(_MMA_COLUMNS, width)
+        depth, width = branch_columns(batch)
         paths, decided = batch.tree or (None, None)
         _decode_kernel[(num_kv_heads, len(items))](
             *(q, k, v, k_cache, v_cache, out, workspace.partial, workspace.stats, workspace.count, items),
@@ -683,7 +699,14 @@ def paged_attention(
     return out
 
 
-def _descriptor(cache: torch.Tensor) -> TensorDescriptor:
-    """Steps of one head as TMA copies them."""
+def descriptor(cache: torch.Tensor, step: int, width: int) -> TensorDescriptor:
+    """Steps of so many columns of one head as TMA copies them."""
     slots, heads, dim = cache.shape[0] * cache.shape[1], cache.shape[2], cache.shape[3]
-    return TensorDescriptor(cache, [slots, heads * dim], [heads * dim, 1], [BLOCK_N, dim])
+    return TensorDescriptor(cache, [slots, heads * dim], [heads * dim, 1], [step, width])
+
+
+def branch_columns(batch: DeviceBatch) -> tuple[int, int]:
+    """Depth of a batch's branches, and columns for the own tokens of each; 0: there are none."""
+    if batch.branches is None:
+        return 0, 0
+    return batch.branches.depth, max(MMA_COLUMNS, triton.next_power_of_2(batch.branches.slots_per_branch))

@@ -17,29 +17,35 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ssd.kernels.cuda.launch import early_launch, processors
 from ssd.kernels.ops import DeviceBatch, HeadShape
-from ssd.kernels.triton.attention import LATENT_GROUP, LATENT_SPLIT, LOG2_E, Workspace, columns, tile_rows
+from ssd.kernels.triton.attention import (
+    ITEM,
+    LATENT_GROUP,
+    LATENT_SPLIT,
+    LOG2_E,
+    MMA_COLUMNS,
+    Workspace,
+    branch_columns,
+    columns,
+    descriptor,
+    fold,
+    path_slots,
+    query_rows,
+    tile_rows,
+)
 
 _STEP = 64  # positions per step, in float32 a fourth for want of shared memory; part of the fixed order
-_MMA_ROWS, _MMA_COLUMNS = 64, 16  # the tensor cores' wide side; keys of one step of theirs, at most
+_MMA_ROWS = 64  # of the tensor cores' wide side
 _WARPS = 8
 _FOLD_COLUMNS = 16  # of a program that folds, at most
-_ITEM = tl.constexpr(16)  # integers of a work item, see `attention._plan_kernel`
 
 
 @triton.jit
 def _add(m, l, acc, m_more, l_more, acc_more, scale):
-    """Merges softmax statistics [..., rows] into those before; acc: [..., columns, rows]."""
-    m_new = tl.maximum(m, m_more)
-    safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    old = tl.exp2((m - safe) * scale)  # a form that the compiler cannot contract to a fused multiply-add
-    new = tl.exp2((m_more - safe) * scale)
-    wide_old = tl.broadcast_to(tl.expand_dims(old, -2), acc.shape)
-    wide_new = tl.broadcast_to(tl.expand_dims(new, -2), acc.shape)
-    return m_new, tl.fma(l, old, l_more * new), tl.fma(acc, wide_old, acc_more * wide_new)
+    """`fold`, of statistics [..., rows] and sums [..., columns, rows]."""
+    return fold(m, l, acc, m_more, l_more, acc_more, scale, -2)
 
 
 @triton.jit
@@ -154,7 +160,7 @@ def _attention_kernel(
         place = 0
         unit = FOLDED
     else:
-        item = items_ptr + tl.program_id(1) * _ITEM
+        item = items_ptr + tl.program_id(1) * ITEM
         first_row = tl.load(item)
         tokens = tl.load(item + 1)
         first_position = tl.load(item + 2)
@@ -172,18 +178,9 @@ def _attention_kernel(
 
     table = tables_ptr + table_row.to(tl.int64) * table_stride
     r = tl.arange(0, BLOCK_M)
-    row = first_row + r // GROUP
-    valid = r // GROUP < tokens
-    if WIDTH:
-        valid = valid & (tl.load(slots_ptr + row, mask=valid, other=-1) >= 0)
-        position = tl.load(positions_ptr + row, mask=valid, other=-1) - depth - 1  # the last shared one
-        position = tl.where(valid, position, -1)
-        end = tl.max(position) + 1
-    else:
-        position = tl.where(valid, first_position + r // GROUP, -1)
-        end = first_position + tokens
-        if PATHS:
-            position = tl.load(positions_ptr + row, mask=valid, other=-1)
+    row, valid, position, end = query_rows(
+        r, first_row, tokens, first_position, positions_ptr, slots_ptr, depth, GROUP, WIDTH, PATHS
+    )
     d = tl.arange(0, BLOCK_D)
     e = tl.arange(0, BLOCK_R)
     flat = (row * (PARTS * GROUP) + part * GROUP + r % GROUP).to(tl.int64)  # row of [T, heads]
@@ -222,11 +219,8 @@ def _attention_kernel(
                 for i in range(tokens):
                     last = tl.load(positions_ptr + first_row + i)
                     if start <= last:
-                        own = (n <= last) & (n >= decided)
-                        block = tl.load(table + n // BLOCK_SIZE, mask=n < tl.minimum(decided, last + 1), other=0)
-                        node = tl.load(paths_ptr + (first_row + i) * PATHS + n - decided, mask=own, other=0)
-                        slot = tl.maximum(tl.load(slots_ptr + node, mask=own, other=0), 0).to(tl.int64)
-                        slot = tl.where(own, slot, block.to(tl.int64) * BLOCK_SIZE + n % BLOCK_SIZE)
+                        path = paths_ptr + (first_row + i) * PATHS
+                        slot = path_slots(table, path, slots_ptr, n, decided, last, BLOCK_SIZE)
                         keys, others = _gather(k_ptr, slot, n <= last, slot_stride, d, e, D, ROPE)
                         seen = (n <= last) & (n >= FIRST)
                         visible = seen[:, None] & (r // GROUP == i)[None, :]
@@ -305,7 +299,7 @@ def _fold_kernel(
     if EARLY:
         tl.extra.cuda.gdc_wait()
     part = tl.program_id(0)
-    tile = tiles_ptr + tl.program_id(2) * _ITEM
+    tile = tiles_ptr + tl.program_id(2) * ITEM
     if tl.load(tile + 7) < 2:
         return
     first_row = tl.load(tile)
@@ -363,13 +357,13 @@ def latent_attention(
     (parts, group), dim, rope_dim = columns(heads), heads.value_dim, heads.head_dim - heads.value_dim
     out = q.new_empty((q.shape[0], heads.num_heads * dim))
     block_size = cache.shape[1]
-    block_d, block_r = triton.next_power_of_2(dim), max(_MMA_COLUMNS, triton.next_power_of_2(rope_dim))
+    block_d, block_r = triton.next_power_of_2(dim), max(MMA_COLUMNS, triton.next_power_of_2(rope_dim))
     wide = q.element_size() == 4
     step = _STEP // 4 if wide else _STEP
     tma = (
         workspace.capability >= (9, 0) and block_size % step == 0 and (block_d, block_r) == (dim, rope_dim) and not wide
     )
-    k, rope = ((_descriptor(cache, step, n) if tma else cache) for n in (dim, rope_dim))
+    k, rope = ((descriptor(cache, step, n) if tma else cache) for n in (dim, rope_dim))
     softmax = heads.scale * LOG2_E
     sizes = {"PARTS": parts, "GROUP": group, "D": dim}
     early = early_launch(q.device)
@@ -403,10 +397,7 @@ def latent_attention(
 
     if num_tiles := batch.tiles.shape[1]:
         items, tiles, planned = workspace.items(batch, heads)
-        width = 0
-        if batch.branches is not None:
-            width = max(_MMA_COLUMNS, triton.next_power_of_2(batch.branches.slots_per_branch))
-        depth = batch.branches.depth if batch.branches is not None else 0
+        depth, width = branch_columns(batch)
         form = {"WIDTH": width, "FIRST": heads.first_position, "TOKENS": 0}
         launch((parts, len(items)), items, depth, **form, LETS_NEXT=lets_next, PLANNED=planned, **early)
         share = triton.cdiv(parts * dim * num_tiles, processors(q.device))  # columns of a program
@@ -424,9 +415,3 @@ def latent_attention(
         form = {"WIDTH": 0, "FIRST": 0, "TOKENS": workspace.prefill_tokens}
         launch((parts, batch.prefill_tiles.shape[1]), None, 0, **form, LETS_NEXT=False, PLANNED=False, EARLY=False)
     return out
-
-
-def _descriptor(cache: torch.Tensor, step: int, width: int) -> TensorDescriptor:
-    """Steps of so many columns as TMA copies them."""
-    slots, dim = cache.shape[0] * cache.shape[1], cache.shape[3]
-    return TensorDescriptor(cache, [slots, dim], [dim, 1], [step, width])

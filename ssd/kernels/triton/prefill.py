@@ -65,7 +65,7 @@ def _last_product(values, full_v, empty_v, ones, step, p, sums, acc, STAGES: gl.
 
 @gluon.jit
 def _fold(m, l, acc, m_piece, sums, acc_piece, scale):
-    """`attention._fold`."""
+    """`attention.fold`."""
     rows: gl.constexpr = l.type.layout
     wide: gl.constexpr = acc.type.layout
     m_new = gl.maximum(m, m_piece)
