@@ -378,7 +378,7 @@ def ragged_prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
 def llm() -> Iterator[LLM]:
     from ssd import LLM
 
-    with LLM("tiny-llama", device="cpu") as model:
+    with LLM("tiny-llama-draft", device="cpu") as model:
         yield model
 
 
