@@ -79,7 +79,7 @@ MEMORY: dict[str, dict[str, Any]] = {
     ("draft", "run_ahead"),
     mostly_slow(
         list(itertools.product(("noisy", "head", "mtp-head", "block"), (False, True))),
-        fast={("noisy", True), ("head", True)},
+        fast={("head", True)},
     ),
 )
 def test_chains_and_trees_take_turns(models: Models, alone: Alone, draft: str, run_ahead: bool) -> None:
