@@ -138,7 +138,12 @@ class Session:
                     name, f"the target has another {name} than the draft model {draft.name}: use one of its family"
                 )
         for name, value, most, remedy in (
-            ("vocab_size", hello.vocab_size, max(_MOST_VOCABULARY, draft.vocab_size), "use a draft of the target's family"),
+            (
+                "vocab_size",
+                hello.vocab_size,
+                max(_MOST_VOCABULARY, draft.vocab_size),
+                "use a draft of the target's family",
+            ),
             ("k", hello.k, options.k, "lower k, or start the server with a larger --k"),
             ("budget", hello.budget, options.budget, "lower budget, or start the server with a larger --budget"),
             ("max_num_seqs", hello.max_sequences, options.max_sequences, "lower it, or raise --max-sequences there"),
