@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ssd.kernels.state import Candidates
+from ssd.kernels.triton.compile import compiling
 
 _BLOCK = 32  # candidates that all others are compared with at a time
 
@@ -72,8 +73,9 @@ def grow(
     """
     n, total = candidates.scores.shape
     device = scores.device
-    following, chosen = (torch.empty((n, children), dtype=torch.int32, device=device) for _ in range(2))
-    rows = torch.empty(n * children, dtype=torch.int64, device=device)
+    empty = torch.zeros if compiling() else torch.empty  # others read rows and tokens, which must be there
+    following, chosen = (empty((n, children), dtype=torch.int32, device=device) for _ in range(2))
+    rows = empty(n * children, dtype=torch.int64, device=device)
     best = torch.empty((n, children), dtype=torch.float32, device=device)
     width = len(scores) // n
     _grow_kernel[(n,)](
