@@ -173,7 +173,7 @@ class BlockRunner(DraftRunner):
             states, logits = self._states(batch, n, levels)
             first, tokens = (each.view(n, -1)[:, 0] for each in (batch.positions, batch.token_ids))
             slots, sequence = self.buffers.inputs(branches=False).slots(n), self._sequences[:n]
-            trees.begin(n)
+            trees.begin(n, levels)
             if walk is not None:
                 walk.begin()
             for level in range(levels):

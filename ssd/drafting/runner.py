@@ -402,7 +402,7 @@ class DraftRunner:
             inputs, behind = buffers.inputs(branches=False), self._behind[:n]
             count = inputs.count[:n].clamp(max=shape.reads)
             behind.copy_((count - 1)[:, None].expand_as(behind))
-            trees.begin(n)
+            trees.begin(n, levels)
             logits = self.read(shape, buffers.indices(shape).before + count)
             rows = Rows(inputs.slots(n), inputs.first[:n] + count)
             tokens, above = trees.add(self.choice.widened(logits, shape.needs), rows, shape.needs)

@@ -23,7 +23,7 @@ from eagle_observers import FEW
 
 from ssd import LLM, SamplingParams
 from ssd.core import Proposal, Work
-from ssd.drafting.fan_out import RANKS
+from ssd.drafting.tree import MOST_BEAMS
 from ssd.sampling import noise
 
 PROMPTS = ragged_prompts(5, longest=40)
@@ -63,7 +63,7 @@ def best_tree(draft: Draft, tokens: Seq[int], params: SamplingParams, seed: int)
         if params.temperature:
             key = noise.position_key(seed, len(tokens) + len(path))
             logits = logits / params.temperature + noise.gumbel([key], len(logits), logits.device)[0]
-        values, chosen = logits.topk(RANKS)
+        values, chosen = logits.topk(MOST_BEAMS)
         for score, token in zip(values.log_softmax(0).tolist(), chosen.tolist(), strict=True):
             if score > -torch.inf:
                 heapq.heappush(heap, (cost - score, (*path, token)))
