@@ -37,7 +37,7 @@ class InFlightTreeMachine(TreeMachine):
 
 
 TreeMachine.TestCase.settings = settings(stateful_step_count=30, suppress_health_check=_CHECKS)
-TestTreeMachine = TreeMachine.TestCase
+TestTreeMachine = pytest.mark.slow(TreeMachine.TestCase)  # the next one has all of its rules
 InFlightTreeMachine.TestCase.settings = settings(stateful_step_count=30, suppress_health_check=_CHECKS)
 TestInFlightTreeMachine = InFlightTreeMachine.TestCase
 

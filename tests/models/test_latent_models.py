@@ -214,26 +214,37 @@ def answers(target: str, dtype: str, batch: int, options: dict[str, Any], **spec
 
 @pytest.mark.parametrize("dtype", mostly_slow(["float32", "bfloat16"], fast={"float32"}))
 @pytest.mark.parametrize("kind", mostly_slow(WITH_LATENTS, fast={"deepseek-v3"}))
-def test_the_same_text_in_all_modes(
-    make_model: Callable[[str], TestModel], kind: str, dtype: str, tmp_path: Path
-) -> None:
-    """T = 0 and 1, one request at a time or several; chunks of prompts of any size; preempted sequences; drafted by a
-    dense model, by itself, by heads of both kinds. Catches a form of attention that depends on the rows."""
-    model, dense = make_model(kind), make_model("qwen3").path
-    alone = answers(model.path, dtype, 1, {"prefix_caching": False})
-    assert answers(model.path, dtype, 12, {"max_num_batched_tokens": 17, "block_size": 4}) == alone
+def test_the_same_text_in_chunks_and_in_company(make_model: Callable[[str], TestModel], kind: str, dtype: str) -> None:
+    """T = 0 and 1, one request at a time or several; chunks of prompts of any size; preempted sequences. Catches a form
+    of attention that depends on the rows."""
+    path = make_model(kind).path
+    alone = answers(path, dtype, 1, {"prefix_caching": False})
+    assert answers(path, dtype, 12, {"max_num_batched_tokens": 17, "block_size": 4}) == alone
     scarce = {"num_kv_blocks": 34, "block_size": 4, "max_num_batched_tokens": 7}
-    assert answers(model.path, dtype, 6, scarce) == alone
-    head = make_head(model, tmp_path / "head").path
-    mtp = make_mtp(model, tmp_path / "mtp")
-    for path, draft, batch in (
-        *((model.path, dense, 12), (model.path, model.path, 3)),
-        *((model.path, head, 6), (mtp.model, mtp.path, 6)),
-    ):
-        assert answers(path, dtype, batch, {"block_size": 4}, mode="sd", draft=draft, k=3) == alone, draft
-        ssd = {"mode": "ssd", "draft": draft, "k": 3, "placement": "inline"}
-        assert answers(path, dtype, batch, {}, **ssd) == alone, draft
-    assert answers(dense, dtype, 6, {}, mode="sd", draft=model.path, k=3) == answers(dense, dtype, 1, {})
+    assert answers(path, dtype, 6, scarce) == alone
+
+
+@pytest.mark.parametrize("dtype", mostly_slow(["float32", "bfloat16"], fast={"float32"}))
+@pytest.mark.parametrize("kind", mostly_slow(WITH_LATENTS, fast={"deepseek-v3"}))
+@pytest.mark.parametrize("draft", mostly_slow(["dense", "itself", "eagle", "mtp"], fast={"itself", "mtp"}))
+def test_the_same_text_in_all_modes(
+    make_model: Callable[[str], TestModel], kind: str, dtype: str, draft: str, tmp_path: Path
+) -> None:
+    """Drafted by a dense model, by itself, by heads of both kinds."""
+    model, dense, batch = make_model(kind), make_model("qwen3").path, 6
+    path = drafter = model.path
+    if draft == "dense":
+        drafter, batch = dense, 12
+        assert answers(dense, dtype, 6, {}, mode="sd", draft=path, k=3) == answers(dense, dtype, 1, {})
+    elif draft == "eagle":
+        drafter = make_head(model, tmp_path / "head").path
+    elif draft == "mtp":
+        mtp = make_mtp(model, tmp_path / "mtp")
+        path, drafter = mtp.model, mtp.path
+    alone = answers(model.path, dtype, 1, {"prefix_caching": False})
+    assert answers(path, dtype, batch, {"block_size": 4}, mode="sd", draft=drafter, k=3) == alone
+    ssd = {"mode": "ssd", "draft": drafter, "k": 3, "placement": "inline"}
+    assert answers(path, dtype, batch, {}, **ssd) == alone
 
 
 def test_prefixes_of_the_cache(make_model: Callable[[str], TestModel]) -> None:
