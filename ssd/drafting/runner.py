@@ -160,12 +160,16 @@ class DraftRunner:
         return 0 < self.shapes.bucket(sequences) * beams <= self.shapes.max_rows
 
     @torch.inference_mode()
-    def write_trees(self, slots: Seq[int], params: Seq[SamplingParams], levels: int, reads: int) -> DraftRun:
+    def write_trees(
+        self, slots: Seq[int], params: Seq[SamplingParams], levels: int, reads: int, origin: Origin = Origin.DRAFT
+    ) -> DraftRun:
         """Writes trees of so many levels as the drafts of the sequences; `reads`: as in `write`."""
         shape, began = self.shapes.of(len(slots), reads, params), now(self.device)
         self._upload(slots, [0] * len(slots), shape)
         self._stage(shape)
         self.graphs.launch(*self._tree(shape, levels))
+        if origin is not Origin.DRAFT:
+            self.state.origin.index_fill_(0, self.buffers.inputs(branches=False).slots(len(slots)).long(), origin)
         return self._launched(slots, shape, 0, began)
 
     @torch.inference_mode()
@@ -402,7 +406,7 @@ class DraftRunner:
             inputs, behind = buffers.inputs(branches=False), self._behind[:n]
             count = inputs.count[:n].clamp(max=shape.reads)
             behind.copy_((count - 1)[:, None].expand_as(behind))
-            trees.begin(n)
+            trees.begin(torch.zeros((n, 1), device=self.device), trees.beams)
             logits = self.read(shape, buffers.indices(shape).before + count)
             rows = Rows(inputs.slots(n), inputs.first[:n] + count)
             tokens, above = trees.add(self.choice.widened(logits, shape.needs), rows, shape.needs)
@@ -412,7 +416,8 @@ class DraftRunner:
                 logits = self._forward(shape, buffers.row_batch(grown, depth, self._tables(shape), behind))
                 rows = buffers.decided(grown)
                 tokens, above = trees.add(self.choice.widened(logits, shape.needs), rows, shape.needs)
-            trees.store(inputs.slots(n), Origin.DRAFT)
+            trees.store(inputs.slots(n), trees.candidates())
+            self.state.origin.index_fill_(0, inputs.slots(n).long(), Origin.DRAFT)
 
     def follow_rows(self, above: torch.Tensor, beams: int, depth: int) -> None:
         """Gives each row what the row above it has: the KV of `depth` tokens in branch slots."""

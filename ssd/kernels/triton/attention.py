@@ -235,12 +235,19 @@ def _plan_kernel(
             end = tl.maximum(end, tl.load(positions_ptr + row0 + first + i, mask=real, other=depth) - depth)
             if WINDOW:
                 lowest = tl.minimum(lowest, tl.load(positions_ptr + row0 + first + i, mask=real, other=_FAR))
+    elif TREES:
+        position = tl.zeros((BLOCK_T,), tl.int32)
+        end = tl.zeros((BLOCK_T,), tl.int32)
+        lowest = tl.full((BLOCK_T,), _FAR, tl.int32)
+        for i in tl.static_range(TOKENS):
+            real = live & (i < tokens)
+            at = positions_ptr + row0 + first + i
+            end = tl.maximum(end, tl.load(at, mask=real, other=-1) + 1)
+            lowest = tl.minimum(lowest, tl.load(at, mask=real, other=_FAR))
     else:
         position = tl.load(context_len_ptr + sequence, mask=live, other=0) - num_queries + first
         end = position + tokens
         lowest = position
-        if TREES:
-            lowest -= first  # a node may be right behind the first query
     pieces = tl.where(live, (end + SPLIT_LEN - 1) // SPLIT_LEN, 0)
     if WINDOW:
         passed = tl.maximum(lowest - WINDOW + 1, 0) // SPLIT_LEN
@@ -327,6 +334,7 @@ def query_rows(
         end = first_position + tokens
         if PATHS:
             position = tl.load(positions_ptr + row, mask=valid, other=-1)
+            end = tl.max(position) + 1
     return row, valid, position, end
 
 
@@ -666,10 +674,10 @@ def paged_attention(
     elif batch.tiles.shape[1]:
         items, _, planned = workspace.items(batch, heads)
         depth, width = branch_columns(batch)
-        paths, decided = batch.tree or (None, None)
+        paths, decided, slots = batch.tree or (None, None, batch.slot_mapping)
         _decode_kernel[(num_kv_heads, len(items))](
             *(q, k, v, k_cache, v_cache, out, workspace.partial, workspace.stats, workspace.count, items),
-            *(batch.block_tables, batch.positions, batch.slot_mapping, sinks, paths, decided),
+            *(batch.block_tables, batch.positions, slots, sinks, paths, decided),
             *(table_stride, slot_stride, *softmax, depth),
             **shape,
             BLOCK_M=tile_rows(heads, False),
