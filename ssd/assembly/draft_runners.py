@@ -76,7 +76,7 @@ def _warm_up(config: EngineConfig, draft: DraftRunner, fan_out: FanOut, target: 
     captures = [draft.use_one_kernel]
     if not config.eager:
         captures.append(runner.capture)
-        if target is not None and config.speculation.placement == "stream" and not config.speculation.nodes:
+        if target is not None and config.speculation.placement == "stream":
             captures.append(lambda: share_gpu(target, draft, fan_out))
         captures.append(lambda: draft.capture(*usual))
     warm_up("draft", rehearsals, captures)

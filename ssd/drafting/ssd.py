@@ -194,7 +194,7 @@ class SSDDrafter(Drafter):
             return False
         for work in branching:
             self.model.mark_read(work, branched=True)
-        return self.overlap and self.runner.part_of(self._staged.shape) is not None
+        return self.overlap and self.forests is None and self.runner.part_of(self._staged.shape) is not None
 
     def _back_up(self) -> bool:
         """Writes drafts after misses if the policy says so (this waits for the look-up); returns whether it did."""
