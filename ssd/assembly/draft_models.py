@@ -96,7 +96,7 @@ def load_draft(
         draft,
         state,
         limit if head else min(limit, draft.config.max_position),
-        max(shapes.max_rows, config.max_num_seqs * shapes.reads),
+        max(shapes.max_rows, config.max_num_seqs * (shapes.reads + shapes.nodes)),
         beyond=2 * shapes.reads,
         scratch_slots=scratch,
         target=target if head else None,

@@ -25,7 +25,7 @@ from ssd.core import Origin, SamplingParams
 from ssd.drafting.fan_out import RANKS, FanOut
 from ssd.drafting.runner import DraftRun, DraftRunner, StagedBranches
 from ssd.drafting.shapes import RunShape, RunShapes
-from ssd.drafting.tree import Candidates, DraftTrees
+from ssd.drafting.tree import Candidates, DraftTrees, each_times
 from ssd.execution.clock import now
 from ssd.execution.host_copy import HostCopy
 from ssd.execution.runner import ModelRunner
@@ -112,11 +112,11 @@ class ForestRunner(DraftRunner):
         drafted: Seq[int],
         params: Seq[SamplingParams],
         *,
-        reads: int,
         budget: int,
         fan_out: FanOut,
     ) -> StagedBranches:
-        """Inputs of `grow`, as `stage_branches`; `reads`: most tokens decided since the last run, of a sequence."""
+        """Inputs of `grow`, as `stage_branches`."""
+        reads = self.shapes.reads
         shape = self.shapes.of(len(slots), reads, params, fan_out, budget)._replace(fan_out=None)
         self._upload(slots, drafted, shape)
         staged = StagedBranches(list(slots), shape, now(self.device))
@@ -181,7 +181,8 @@ class ForestRunner(DraftRunner):
             self.graphs.capture(*self._forest_piece(shape, self._levels))
 
     def _forest_shapes(self, sequences: Seq[int], fan_out: FanOut) -> list[RunShape]:
-        return [shape._replace(fan_out=None) for shape in self.shapes.usual(sequences, fan_out) if shape.branches]
+        usual = self.shapes.usual(sequences, fan_out)
+        return [each._replace(fan_out=None) for each in usual if each.branches and each.reads == self.shapes.reads]
 
     # --- a run --------------------------------------------------------------------------------------------------------
 
@@ -225,14 +226,16 @@ class ForestRunner(DraftRunner):
             length = inputs.first[:n, None] + inputs.count[:n, None].clamp(max=shape.reads)
             read = self._structure(n, length)
             logits = self._read_trees(shape, read, length)
-            rows = Rows(inputs.slots(n).repeat_interleave(read.depth.shape[1]), _positions(length, read.depth))
+            rows = Rows(
+                each_times(inputs.slots(n)[:, None], read.depth.shape[1]).flatten(), _positions(length, read.depth)
+            )
             node, tokens, scores = self._likeliest(logits, rows, shape, read)
             depth, paths = read.depth.gather(1, node), _of_rows(read.paths, node)
             self._keep_outcomes(node - 1, depth, tokens, scores)
             self.forest.begin(scores, width)
             row = self._sequences[:n] * width + torch.arange(width, device=self.device)
             root, roots = row - self._sequences[:n] * width, list[torch.Tensor]()
-            slots = inputs.slots(n).repeat_interleave(width)
+            slots = each_times(inputs.slots(n)[:, None], width).flatten()
             for level in range(levels):
                 own, fixed = row * self._levels + level, self._pass(shape, level)
                 paths, depth = paths.scatter(2, depth[:, :, None], own[:, :, None]), depth + 1
@@ -240,7 +243,7 @@ class ForestRunner(DraftRunner):
                 logits = self._forward_paths(shape, fixed, None)
                 tokens, above = self.forest.add(logits, Rows(slots, _positions(length, depth)), shape.needs)
                 above = above.view(n, width) - self._sequences[:n] * width
-                roots.append(root.repeat_interleave(self.forest.beams, 1))
+                roots.append(each_times(root, self.forest.beams))
                 root, depth, paths = root.gather(1, above), depth.gather(1, above), _of_rows(paths, above)
             found = *self.forest.candidates(), torch.cat(roots, 1)
             for kept, each in zip(self._results(n, width, levels), found, strict=True):

@@ -183,7 +183,9 @@ class SSDDrafter(Drafter):
         branching = [work for work, _ in deciding] if self.forests is not None else self.model.branching(deciding)
         self._staged = None
         if any(work.lookahead for work in branching):
-            self._staged = self._stage(branching, self.model.num_unread(deciding) if self.forests is not None else 0)
+            if self.forests is not None:
+                self.model.num_unread(deciding)  # reads what a run would not
+            self._staged = self._stage(branching)
         for work in works:
             if work.proposal.origin is Origin.DRAFT:
                 self.model.mark_read(work, branched=False)
@@ -210,15 +212,14 @@ class SSDDrafter(Drafter):
             self.model.mark_read(work, branched=False)
         return True
 
-    def _stage(self, works: Seq[Work], reads: int) -> StagedBranches:
-        """`reads`: see `ForestRunner.stage_forest`."""
+    def _stage(self, works: Seq[Work]) -> StagedBranches:
         shapes, slots = self.runner.shapes, [work.slot for work in works]
         drafted = [work.proposal.num_tokens for work in works]
         params = [work.sequence.params for work in works]
         budget = shapes.width_within(min(self.budget, shapes.width_of(len(works)), self._in_time))
         self._places = {work.sequence.id: place for place, work in enumerate(works)}
         if self.forests is not None:
-            return self.forests.stage_forest(slots, drafted, params, reads=reads, budget=budget, fan_out=self.fan_out)
+            return self.forests.stage_forest(slots, drafted, params, budget=budget, fan_out=self.fan_out)
         return self.runner.stage_branches(
             slots, drafted, params, budget=budget, fan_out=self.fan_out, statistics=self.statistics
         )

@@ -66,7 +66,7 @@ class DraftTrees:
         tokens, scores = self.ranked(logits, rows, needs)
         tokens, scores = tokens[:, : self.beams].reshape(n, -1), scores[:, : self.beams].reshape(n, width, -1)
         scores = (scores + self._best[:, :, None]).flatten(1)
-        self._levels.append(Candidates(scores, tokens, self._chosen.repeat_interleave(self.beams, 1)))
+        self._levels.append(Candidates(scores, tokens, each_times(self._chosen, self.beams)))
         self._best, chosen = scores.topk(self._beams, dim=1)
         self._chosen = chosen + self._count
         self._count += scores.shape[1]
@@ -77,7 +77,7 @@ class DraftTrees:
         tokens, scores = self.sampler.best(logits, rows, needs, RANKS)
         # Rows of padding, and those of kernels that are only compiled, may have anything.
         tokens = tokens.clamp(min=0, max=self.state.vocab_size - 1)
-        return tokens, scores.log_softmax(-1).nan_to_num(-torch.inf)
+        return tokens, scores.log_softmax(-1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 
     def candidates(self) -> Candidates:
         """Those of all levels."""
@@ -101,3 +101,8 @@ class DraftTrees:
         self.parents.index_copy_(0, rows, torch.nn.functional.pad(parents, (0, left), value=self.nodes))
         self.state.drafts.index_copy_(0, rows, torch.nn.functional.pad(tokens.gather(1, chosen), (0, left)))
         self.state.confidence.index_copy_(0, rows, torch.nn.functional.pad(scores, (0, left), value=-torch.inf))
+
+
+def each_times(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Each of the values [rows, columns] so many times, one after the other: [rows, columns * count]."""
+    return values[:, :, None].expand(-1, -1, count).flatten(1)
