@@ -22,7 +22,7 @@ from eagle_heads import Head, make_head
 from eagle_observers import FEW
 
 from ssd import LLM, SamplingParams
-from ssd.core import Proposal, Work
+from ssd.core import Origin, Proposal, Work
 from ssd.drafting.fan_out import RANKS
 from ssd.drafting.tree import MOST_BEAMS
 from ssd.sampling import noise
@@ -150,7 +150,7 @@ def test_trees_are_the_best_ones(make_model: Callable[[str], TestModel], tmp_pat
 
 # --- trees that are prepared ------------------------------------------------------------------------------------------
 
-WIDTH, COMPARED = 6, 20
+WIDTH, COMPARED = 6, 24
 Forest = dict[tuple[int, int], tuple[int, ...]]  # by outcome, the tokens of its tree, the best first
 
 
@@ -205,7 +205,8 @@ class SeenForests:
             for token, parent in zip(*(each[: work.proposal.num_tokens] for each in both), strict=True):
                 paths.append((*(paths[parent] if parent >= 0 else ()), token))
             found = self._drafter.prepared(work.sequence)
-            if len(self.seen) == COMPARED or not found:
+            looked_up = work.proposal.origin is Origin.HIT  # mostly; after that the tree has scores of a forest
+            if len(self.seen) == COMPARED or not found or not (looked_up or len(self.seen) < COMPARED // 4):
                 continue
             sequence = work.sequence
             best = best_forest(self._draft, sequence.tokens, paths, sequence.params, sequence.seed)
@@ -236,4 +237,4 @@ def test_prepared_trees_are_the_best_ones(make_model: Callable[[str], TestModel]
     assert len(forests.seen) == COMPARED
     assert {0, 1, 2} <= forests.depths
     others = [pair for pair in forests.seen if pair[0] != pair[1]]
-    assert len(others) <= 0.1 * len(forests.seen), others
+    assert len(others) <= (1 - SHARE) * len(forests.seen), others
