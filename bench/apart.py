@@ -5,6 +5,7 @@ python bench/apart.py --delays 0 0.5 1 2 4                # ms that every step o
 python bench/apart.py --model graft:tiny-llama@llama-3.1-8b --sd-draft graft:tiny-llama-draft@llama-3.2-1b \\
     --draft tiny-llama-draft --k 3 4
 python bench/apart.py --draft graft:tiny-qwen3-draft@qwen3-0.6b --k 3 4 6     # a real 0.6B there, in 4 bits
+python bench/apart.py --draft-url unix:ssd-draft.sock     # beside `ssd draft-server tiny-qwen3-draft`
 python bench/apart.py --smoke                             # small models on a CPU: whether it runs
 
 The target is a graft: a small trained model inside of a published shape, computed in full. `--draft` is the small
@@ -23,9 +24,9 @@ import itertools
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ from ssd.config import EngineConfig, SpeculationConfig
 from ssd.core import Origin, Outcome, Work
 from ssd.decoding.drafter import Drafter
 from ssd.decoding.observer import RoundObserver
+from ssd.engine.engine import Engine
 from ssd.parallel.process import Worker
 from ssd.prompts import load_prompts
 
@@ -119,19 +121,40 @@ def worker_drafter(llm: LLM, args: argparse.Namespace, k: int, budget: int | str
         "draft_device": args.draft_device,
         "placement": "process",
     }
-    wanted = SpeculationConfig(**given(args, SpeculationConfig) | options | {"budget": budget})
+    wanted = SpeculationConfig(**given(args, SpeculationConfig) | options | {"budget": budget, "draft_url": None})
     device = torch.device(llm.config.device)
     speculation = placement.sized(placement.placed(wanted, device), open_checkpoint(args.draft), device)
-    length = llm.config.max_model_len
-    config = EngineConfig(args.model, max_model_len=length, max_num_seqs=max(args.batches), speculation=speculation)
     argv = [sys.executable, __file__, "--worker", str(delay)]
     own: Any = draft_workers
     own.Worker = lambda setup: Worker(setup, argv)
-    drafter = llm.driver.call(lambda engine: draft_workers.start_workers(config, engine.round.target.state))
+    config = _config(llm, args, speculation)
+    with _closing(llm, lambda engine: draft_workers.start_workers(config, engine.round.target.state)) as drafter:
+        yield drafter
+
+
+def server_drafter(llm: LLM, args: argparse.Namespace, k: int, budget: int | str) -> AbstractContextManager[Drafter]:
+    """A draft in the draft server that `--draft-url` names."""
+    options = {"mode": "ssd", "draft_url": args.draft_url, "k": k, "budget": budget}
+    config = _config(llm, args, SpeculationConfig(**options))
+    tokenizer = llm.tokenizer
+    return _closing(
+        llm, lambda engine: draft_workers.connect_draft_server(config, engine.round.target.state, tokenizer)
+    )
+
+
+def _config(llm: LLM, args: argparse.Namespace, speculation: SpeculationConfig) -> EngineConfig:
+    length, most = llm.config.max_model_len, max(args.batches)
+    return EngineConfig(args.model, max_model_len=length, max_num_seqs=most, speculation=speculation)
+
+
+@contextmanager
+def _closing(llm: LLM, make: Callable[[Engine], Drafter]) -> Iterator[Drafter]:
+    """The drafter that `make` builds for the engine, meanwhile."""
+    drafter = llm.driver.call(make)
     try:
         yield drafter
     finally:
-        llm.driver.call(lambda engine: engine.use(Drafter(), max(args.batches)))
+        llm.driver.call(lambda engine: engine.use(Drafter(), 1))
         drafter.close()
 
 
@@ -199,11 +222,14 @@ def compare(llm: LLM, sd: Drafter, prompts: list[Any], args: argparse.Namespace,
     for delay, k, budget in itertools.product(args.delays, args.k, args.budget):
         with worker_drafter(llm, args, k, budget, delay) as drafter:
             add("ssd", k, measure(llm, drafter, prompts, args, batch), delay, budget=budget)
+    for k, budget in itertools.product(args.k, args.budget if args.draft_url else ()):
+        with server_drafter(llm, args, k, budget) as drafter:
+            add("ssd, server", k, measure(llm, drafter, prompts, args, batch), budget=budget)
     return rows
 
 
 def _row(method: str, k: int, delay: float, batch: int, figures: Figures, plain: Figures) -> dict[str, Any]:
-    missed = (Origin.JIT, Origin.SIBLING, Origin.NONE) if method == "ssd" else (Origin.DRAFT, Origin.NONE)
+    missed = (Origin.JIT, Origin.SIBLING, Origin.NONE) if method != "sd" else (Origin.DRAFT, Origin.NONE)
     origins = {origin.name.lower(): round(figures.share(origin), 3) for origin in Origin if figures.share(origin)}
     tokens = {o.name.lower(): round(sum(t) / len(t), 2) for o, t in figures.rounds.tokens.items() if t}
     return {
@@ -293,6 +319,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sd-draft", default="graft:tiny-qwen3-draft@qwen3-0.6b", help="SD's, on the target's GPU")
     parser.add_argument("--draft", default="tiny-qwen3-draft", help="SSD's, in a process of its own")
     parser.add_argument("--draft-device", default="cpu")
+    parser.add_argument("--draft-url", help="a draft server of the same draft: SSD is measured with it, too")
     parser.add_argument("--k", type=int, nargs="+", default=[6, 8], help="SSD's draft lengths")
     parser.add_argument("--sd-k", type=int, nargs="+", default=[4, 6], help="SD's draft lengths")
     parser.add_argument(

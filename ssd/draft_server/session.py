@@ -33,6 +33,7 @@ log = logging.getLogger("ssd")
 _GREETING_SECONDS: Final = 5.0  # that an engine has to say HELLO, and then SETUP
 _READING_SECONDS: Final = 5.0  # that an engine may take to read an answer
 _OTHER_WORDS: Final = 1024  # of a sequence in a message, beside its tokens and biases
+_MOST_VOCABULARY: Final = 1 << 18  # tokens; a target's may be padded to several times the draft's
 _BACKUPS: Final = ("jit", "fast", "auto")
 
 
@@ -137,7 +138,12 @@ class Session:
                     name, f"the target has another {name} than the draft model {draft.name}: use one of its family"
                 )
         for name, value, most, remedy in (
-            ("vocab_size", hello.vocab_size, 2 * draft.vocab_size, "use a draft of the target's family"),
+            (
+                "vocab_size",
+                hello.vocab_size,
+                max(_MOST_VOCABULARY, draft.vocab_size),
+                "use a draft of the target's family",
+            ),
             ("k", hello.k, options.k, "lower k, or start the server with a larger --k"),
             ("budget", hello.budget, options.budget, "lower budget, or start the server with a larger --budget"),
             ("max_num_seqs", hello.max_sequences, options.max_sequences, "lower it, or raise --max-sequences there"),

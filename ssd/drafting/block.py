@@ -173,7 +173,7 @@ class BlockRunner(DraftRunner):
             states, logits = self._states(batch, n, levels)
             first, tokens = (each.view(n, -1)[:, 0] for each in (batch.positions, batch.token_ids))
             slots, sequence = self.buffers.inputs(branches=False).slots(n), self._sequences[:n]
-            trees.begin(first.new_zeros((n, 1), dtype=torch.float32), trees.beams)
+            trees.begin(n, levels)
             if walk is not None:
                 walk.begin()
             for level in range(levels):
@@ -185,8 +185,7 @@ class BlockRunner(DraftRunner):
                 sequence = sequence[above]
                 if walk is not None:
                     walk.follow(above)
-            trees.store(slots, trees.candidates())
-            self.state.origin.index_fill_(0, slots.long(), Origin.DRAFT)
+            trees.store(slots, Origin.DRAFT)
 
     def _in_target(self, logits: torch.Tensor) -> torch.Tensor:
         return self.draft.in_target_vocabulary(logits)[:, : self.state.vocab_size]

@@ -2,9 +2,10 @@
 
 An outcome is a node of the tree, or none of them, and a token that the target adds behind it: one that is no child of
 that node in the tree, or it would have been accepted. The draft model reads the tree and takes the likeliest outcomes
-by the scores that rank nodes (`ssd.drafting.tree`): that of the node, plus that of the token among all that may follow
-it. They are the roots of a forest, of which each later level has as many beams as there are roots: the best ones of the
-whole level. So a likely outcome has a larger tree, and an unlikely one perhaps the children of its root alone.
+by scores such as those that rank nodes (`ssd.drafting.tree`): that of the node, plus that of the token among all that
+may follow it. They are the roots of a forest, of which each later level has as many beams as there are roots: the best
+ones of the whole level. So a likely outcome has a larger tree, and an unlikely one perhaps the children of its root
+alone.
 
 A row of the forest sees its sequence, the node's path, then its own: together the path of a node (`TreePaths`). Its KV
 is where it was written: nodes, and rows of each level, have slots outside of the blocks. So what was accepted has no KV
@@ -25,12 +26,14 @@ from ssd.core import Origin, SamplingParams
 from ssd.drafting.fan_out import RANKS, FanOut
 from ssd.drafting.runner import DraftRun, DraftRunner, StagedBranches
 from ssd.drafting.shapes import RunShape, RunShapes
-from ssd.drafting.tree import Candidates, DraftTrees, each_times
+from ssd.drafting.tree import MOST_BEAMS, beams_of
 from ssd.execution.clock import now
 from ssd.execution.host_copy import HostCopy
 from ssd.execution.runner import ModelRunner
+from ssd.kernels.cpu.trees import keep
 from ssd.kernels.device import kernels
 from ssd.kernels.ops import DeviceBatch, TreePaths
+from ssd.kernels.state import Candidates
 from ssd.kernels.triton.compile import compiling
 from ssd.sampling.sampler import ALL_NEEDS, Needs, Rows
 
@@ -65,7 +68,6 @@ class _Outcomes(NamedTuple):
     tokens: torch.Tensor  # the target's own; -1: there is no outcome
     after: torch.Tensor  # accepted nodes
     node: torch.Tensor  # the last of them; -1: none is accepted
-    scores: torch.Tensor  # float32
 
 
 class _Read(NamedTuple):
@@ -86,7 +88,7 @@ class ForestRunner(DraftRunner):
 
     def __init__(self, model_runner: ModelRunner, shapes: RunShapes, **options: Any) -> None:
         super().__init__(model_runner, shapes, **options)
-        self.forest = DraftTrees(self.state)
+        self._children = beams_of(shapes.nodes)
         n, rows, nodes, levels = shapes.max_sequences, shapes.max_rows, shapes.nodes, shapes.lookahead
         self._levels, self._first_node = levels, rows * levels
         self._place = torch.arange(nodes, device=self.device)
@@ -94,12 +96,12 @@ class ForestRunner(DraftRunner):
         self._slots = torch.arange(rows * levels + n * nodes, dtype=torch.int32, device=self.device)
         self._slots += self.buffers.first_slot
         self._nodes, self._parents, self._none = self._ints(n, nodes), self._ints(n, nodes), self._ints(n)
-        self._scores = torch.zeros((n, nodes), dtype=torch.float32, device=self.device)
         self._computed = torch.zeros_like(self.buffers.computed)
         # Results of the last run: its outcomes, the likeliest first, all candidates of its trees, and their outcomes.
-        self._outcomes = _Outcomes(self._ints(rows), self._ints(rows), self._ints(rows), self._scores.new_zeros(rows))
-        most = rows * self.forest.beams * levels
-        self._candidates = Candidates(self._scores.new_zeros(most), self._ints(most), self._ints(most).long())
+        self._outcomes = _Outcomes(self._ints(rows), self._ints(rows), self._ints(rows))
+        most = rows * self._children * levels
+        scores = torch.zeros(most, dtype=torch.float32, device=self.device)
+        self._candidates = Candidates(self._ints(most), scores, self._ints(most))
         self._roots = self._ints(most)
         self._passes: dict[tuple[int, int, int], _Rows] = {}
 
@@ -158,10 +160,10 @@ class ForestRunner(DraftRunner):
         run.ended.wait()
         n, trees = self.shapes.bucket(len(run.slots)), [list[tuple[float, int]]() for _ in range(run.width)]
         found = (each[place].tolist() for each in self._results(n, run.width, run.depth))
-        for score, token, _, root in zip(*found, strict=True):
+        for token, score, _, root in zip(*found, strict=True):
             if score > -torch.inf:
                 trees[root].append((-score, token))
-        return [tuple(token for _, token in sorted(tree)[: self.forest.nodes]) for tree in trees]
+        return [tuple(token for _, token in sorted(tree)[: self.shapes.nodes]) for tree in trees]
 
     @torch.inference_mode()
     def rehearse(self, sequences: Seq[int], fan_out: FanOut) -> None:
@@ -209,9 +211,8 @@ class ForestRunner(DraftRunner):
             fork=False,
         )
         slots = inputs.slots(n).long()
-        own = (state.drafts, self._nodes), (state.tree.parents, self._parents), (state.confidence, self._scores)
-        for source, copied in own:
-            copied[:n].copy_(source[slots])
+        self._nodes[:n].copy_(state.drafts[slots])
+        self._parents[:n].copy_(state.tree.parents[slots])
 
     def _forest_piece(self, shape: RunShape, levels: int) -> tuple[Hashable, Callable[[], None]]:
         """The key of a run, and what it launches."""
@@ -226,27 +227,29 @@ class ForestRunner(DraftRunner):
             length = inputs.first[:n, None] + inputs.count[:n, None].clamp(max=shape.reads)
             read = self._structure(n, length)
             logits = self._read_trees(shape, read, length)
-            rows = Rows(
-                each_times(inputs.slots(n)[:, None], read.depth.shape[1]).flatten(), _positions(length, read.depth)
-            )
-            node, tokens, scores = self._likeliest(logits, rows, shape, read)
+            slots = _each_times(inputs.slots(n)[:, None], read.depth.shape[1]).flatten()
+            node, tokens, scores = self._likeliest(logits, Rows(slots, _positions(length, read.depth)), shape, read)
             depth, paths = read.depth.gather(1, node), _of_rows(read.paths, node)
             self._keep_outcomes(node - 1, depth, tokens, scores)
-            self.forest.begin(scores, width)
             row = self._sequences[:n] * width + torch.arange(width, device=self.device)
-            root, roots = row - self._sequences[:n] * width, list[torch.Tensor]()
-            slots = each_times(inputs.slots(n)[:, None], width).flatten()
+            slots = _each_times(inputs.slots(n)[:, None], width).flatten()
+            root, chosen = row - self._sequences[:n] * width, torch.full_like(row, -1)
+            found: list[tuple[torch.Tensor, ...]] = []  # of each level: tokens, scores, above, outcomes
             for level in range(levels):
                 own, fixed = row * self._levels + level, self._pass(shape, level)
                 paths, depth = paths.scatter(2, depth[:, :, None], own[:, :, None]), depth + 1
                 fixed.fill(self._known(tokens), length - 1 + depth, self._slots[own], length, paths)
-                logits = self._forward_paths(shape, fixed, None)
-                tokens, above = self.forest.add(logits, Rows(slots, _positions(length, depth)), shape.needs)
-                above = above.view(n, width) - self._sequences[:n] * width
-                roots.append(each_times(root, self.forest.beams))
+                logits, rows = self._forward_paths(shape, fixed, None), Rows(slots, _positions(length, depth))
+                tokens, own_scores = self._ranked(logits, rows, shape.needs, MOST_BEAMS)
+                tokens = tokens[:, : self._children].reshape(n, -1)
+                scores = (own_scores[:, : self._children].view(n, width, -1) + scores[:, :, None]).flatten(1)
+                found.append((tokens, scores, *(_each_times(each, self._children) for each in (chosen, root))))
+                scores, best = scores.topk(width, dim=1)
+                tokens, above = tokens.gather(1, best), best // self._children
+                chosen = best + level * width * self._children
                 root, depth, paths = root.gather(1, above), depth.gather(1, above), _of_rows(paths, above)
-            found = *self.forest.candidates(), torch.cat(roots, 1)
-            for kept, each in zip(self._results(n, width, levels), found, strict=True):
+            together = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+            for kept, each in zip(self._results(n, width, levels), together, strict=True):
                 kept.copy_(each)
 
     def _structure(self, n: int, length: torch.Tensor) -> _Read:
@@ -297,20 +300,40 @@ class ForestRunner(DraftRunner):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The likeliest outcomes: their nodes (0: none, i + 1: node i), tokens and scores, each [sequences, width]."""
         n, nodes = shape.sequences, len(self._place)
-        tokens, scores = (each.view(n, 1 + nodes, RANKS) for each in self.forest.ranked(logits, rows, shape.needs))
+        ranked = self._ranked(logits, rows, shape.needs, RANKS)
+        tokens, scores = (each.view(n, 1 + nodes, RANKS) for each in ranked)
         child = read.parents[:, None, :] == torch.arange(-1, nodes, device=self.device)[:, None]
         accepted = ((tokens[..., None] == self._nodes[:n, None, None, :]) & child[:, :, None, :]).any(-1)
-        reached = torch.nn.functional.pad(self._scores[:n], (1, 0)).masked_fill(~read.there, -torch.inf)
-        scores = (scores + reached[:, :, None]).masked_fill(accepted, -torch.inf).flatten(1)
-        scores, chosen = scores.topk(shape.width, dim=1)
-        return chosen // RANKS, tokens.flatten(1).gather(1, chosen), scores
+        scores_of = (scores + self._reached(tokens, scores, read)[:, :, None]).masked_fill(accepted, -torch.inf)
+        best, chosen = scores_of.flatten(1).topk(shape.width, dim=1)
+        return chosen // RANKS, tokens.flatten(1).gather(1, chosen), best
+
+    def _reached(self, tokens: torch.Tensor, scores: torch.Tensor, read: _Read) -> torch.Tensor:
+        """The score of each row's node: the sum over its path. A token that is not among the best ones of the row
+        before it has the score of the last of them."""
+        n, above = len(tokens), (read.parents + 1).clamp(min=0)
+        same = _of_rows(tokens, above) == self._nodes[:n, :, None]
+        before = _of_rows(scores, above)
+        own = torch.where(same, before, before[:, :, -1:]).amax(2)
+        path = read.paths[:, 1:, : self._levels] - self._first_node - self._sequences[:n, :, None] * len(self._place)
+        along = own.gather(1, path.flatten(1)).view(path.shape)
+        column = torch.arange(self._levels, device=self.device)
+        reached = along.masked_fill(column >= read.depth[:, 1:, None], 0.0).sum(2)
+        return torch.nn.functional.pad(reached, (1, 0)).masked_fill(~read.there, -torch.inf)
+
+    def _ranked(self, logits: torch.Tensor, rows: Rows, needs: Needs, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best tokens that may follow each row, int32, and the logarithms of a softmax of their scores."""
+        tokens, scores = self.choice.sampler.best(logits, rows, needs, count)
+        scores = scores.log_softmax(-1)
+        # Rows of padding, and those of kernels that are only compiled, may have anything.
+        return tokens.clamp(min=0, max=self.state.vocab_size - 1), torch.where(scores.isnan(), -torch.inf, scores)
 
     def _keep_outcomes(
         self, node: torch.Tensor, depth: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor
     ) -> None:
         """Stores the outcomes; there is none where the score is -inf."""
         real = scores > -torch.inf
-        found = torch.where(real, tokens, -1), depth, torch.where(real, node, -2), scores
+        found = torch.where(real, tokens, -1), depth, torch.where(real, node, -2)
         for kept, each in zip(self._outcomes, found, strict=True):
             kept[: each.numel()].copy_(each.flatten())
 
@@ -349,7 +372,7 @@ class ForestRunner(DraftRunner):
     def _look_up_trees(self, n: int, width: int, levels: int) -> None:
         state, slots = self.state, self.buffers.inputs(branches=True).slots(n).long()
         assert state.tree is not None
-        outcome, _, behind, reached = (each[: n * width].view(n, width) for each in self._outcomes)
+        outcome, _, behind = (each[: n * width].view(n, width) for each in self._outcomes)
         last = (state.num_accepted[slots].long() - 1)[:, None]
         node = torch.where(last < 0, -1, state.tree.path[slots].gather(1, last.clamp(min=0)))
         same = behind == node
@@ -357,15 +380,15 @@ class ForestRunner(DraftRunner):
         hit = exact.any(1, keepdim=True)
         found = torch.where(hit, exact, same)
         root = found.int().argmax(1, keepdim=True)  # the first one: the likeliest
-        scores, tokens, above, roots = self._results(n, width, levels)
+        tokens, scores, above, roots = self._results(n, width, levels)
         own = (roots == root) & found.any(1, keepdim=True)
-        scores = torch.where(own, scores - reached.gather(1, root), -torch.inf)
-        self.forest.store(slots, Candidates(scores, tokens, above))
+        candidates = Candidates(tokens, torch.where(own, scores, -torch.inf), above)
+        keep(candidates, slots, state.tree.parents, state.drafts, state.origin, origin=Origin.SIBLING)
         state.origin.index_copy_(0, slots, torch.where(hit[:, 0], int(Origin.HIT), int(Origin.SIBLING)).int())
 
     def _results(self, n: int, width: int, levels: int) -> tuple[torch.Tensor, ...]:
-        """Of all candidates: scores, tokens, the candidate that each is behind, and the outcome: [sequences, …]."""
-        count = n * width * self.forest.beams * levels
+        """Of all candidates: tokens, scores, the candidate that each is behind, and the outcome: [sequences, …]."""
+        count = n * width * self._children * levels
         return tuple(each[:count].view(n, -1) for each in (*self._candidates, self._roots))
 
 
@@ -377,3 +400,8 @@ def _positions(length: torch.Tensor, depth: torch.Tensor) -> torch.Tensor:
 def _of_rows(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """values[i, rows[i, j]]: [sequences, rows, columns]."""
     return values.gather(1, rows[:, :, None].expand(-1, -1, values.shape[2]))
+
+
+def _each_times(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Each of the values [rows, columns] so many times, one after the other: [rows, columns * count]."""
+    return values[:, :, None].expand(-1, -1, count).flatten(1)

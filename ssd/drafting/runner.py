@@ -406,7 +406,7 @@ class DraftRunner:
             inputs, behind = buffers.inputs(branches=False), self._behind[:n]
             count = inputs.count[:n].clamp(max=shape.reads)
             behind.copy_((count - 1)[:, None].expand_as(behind))
-            trees.begin(torch.zeros((n, 1), device=self.device), trees.beams)
+            trees.begin(n, levels)
             logits = self.read(shape, buffers.indices(shape).before + count)
             rows = Rows(inputs.slots(n), inputs.first[:n] + count)
             tokens, above = trees.add(self.choice.widened(logits, shape.needs), rows, shape.needs)
@@ -416,8 +416,7 @@ class DraftRunner:
                 logits = self._forward(shape, buffers.row_batch(grown, depth, self._tables(shape), behind))
                 rows = buffers.decided(grown)
                 tokens, above = trees.add(self.choice.widened(logits, shape.needs), rows, shape.needs)
-            trees.store(inputs.slots(n), trees.candidates())
-            self.state.origin.index_fill_(0, inputs.slots(n).long(), Origin.DRAFT)
+            trees.store(inputs.slots(n), Origin.DRAFT)
 
     def follow_rows(self, above: torch.Tensor, beams: int, depth: int) -> None:
         """Gives each row what the row above it has: the KV of `depth` tokens in branch slots."""

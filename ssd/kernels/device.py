@@ -18,6 +18,7 @@ class Kernels(NamedTuple):
     rounds: Any  # functions of `ssd.kernels.triton.rounds`
     features: Any  # functions of `ssd.kernels.triton.features`
     sampling: Any  # functions of `ssd.kernels.triton.sampling`
+    trees: Any  # functions of `ssd.kernels.triton.trees`
     add_parts: Callable[..., torch.Tensor] | None = None  # `ssd.kernels.triton.elementwise.add_parts`
     draft_table: Any = None  # functions of `ssd.kernels.triton.draft_table`, for rounds in flight
     build: str = ""  # hash of the machine code of a CPU's kernels
@@ -29,22 +30,23 @@ def kernels(device: torch.device) -> Kernels:
 
 @functools.cache
 def _cuda_kernels() -> Kernels:
-    from ssd.kernels.triton import draft_table, features, rounds, sampling  # Triton is imported for GPUs only
+    from ssd.kernels.triton import draft_table, features, rounds, sampling, trees  # Triton is imported for GPUs only
     from ssd.kernels.triton.elementwise import add_parts
     from ssd.kernels.triton.ops import TritonOps
 
-    return Kernels(TritonOps, rounds, features, sampling, add_parts, draft_table)
+    return Kernels(TritonOps, rounds, features, sampling, trees, add_parts, draft_table)
 
 
 @functools.cache
 def _cpu_kernels() -> Kernels:
-    from ssd.kernels.cpu import features, library
+    from ssd.kernels.cpu import features, library, trees
     from ssd.kernels.cpu.ops import CpuOps
     from ssd.kernels.cpu.rounds import Rounds
     from ssd.kernels.cpu.sampling import Sampling
 
     compiled = library.load()
-    return Kernels(lambda: CpuOps(compiled), Rounds(compiled), features, Sampling(compiled), build=compiled.build)
+    rounds, sampling = Rounds(compiled), Sampling(compiled)
+    return Kernels(lambda: CpuOps(compiled), rounds, features, sampling, trees, build=compiled.build)
 
 
 def name_of(ops: Ops) -> str:

@@ -41,6 +41,14 @@ class TreeRows(NamedTuple):
     last: torch.Tensor  # [slots]: the row of its work in which each sequence's last feature was computed
 
 
+class Candidates(NamedTuple):
+    """Tokens of which some become nodes of draft trees: [sequences, candidates], all of them level by level."""
+
+    tokens: torch.Tensor  # int32
+    scores: torch.Tensor  # float32
+    above: torch.Tensor  # int32: the candidate that each is behind; -1: none
+
+
 class Columns(Protocol):
     """The parameters of every slot, see `ssd.sampling.sampler.SamplingColumns`."""
 

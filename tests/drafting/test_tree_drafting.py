@@ -48,7 +48,9 @@ class Plain:
 Draft = Plain | Head | Block
 
 
-def ranked(logits: torch.Tensor, position: int, params: SamplingParams, seed: int) -> list[tuple[int, float]]:
+def ranked(
+    logits: torch.Tensor, position: int, params: SamplingParams, seed: int, count: int = MOST_BEAMS
+) -> list[tuple[int, float]]:
     """The best tokens at a position and the logarithms of how likely they are."""
     logits = logits.clone()
     if params.logit_bias:
@@ -56,7 +58,7 @@ def ranked(logits: torch.Tensor, position: int, params: SamplingParams, seed: in
     if params.temperature:
         noises = noise.gumbel([noise.position_key(seed, position)], len(logits), logits.device)
         logits = logits / params.temperature + noises[0]
-    values, chosen = logits.topk(RANKS)
+    values, chosen = logits.topk(count)
     found = zip(chosen.tolist(), values.log_softmax(0).tolist(), strict=True)
     return [(token, score) for token, score in found if score > -torch.inf]
 
@@ -159,30 +161,28 @@ def best_forest(
 ) -> Forest:
     """`tree`: the paths of its nodes. An outcome is the number of accepted nodes and the token behind them."""
 
-    def following(path: tuple[int, ...]) -> list[tuple[int, float]]:
+    def following(path: tuple[int, ...], count: int) -> list[tuple[int, float]]:
         logits = draft.draft(tokens, 1, None, path)[1][0]
-        return ranked(logits, len(tokens) + len(path), params, seed)
+        return ranked(logits, len(tokens) + len(path), params, seed, count)
 
     reached, outcomes = {(): 0.0}, list[tuple[float, tuple[int, ...]]]()
     for path in sorted([(), *tree], key=len):
-        for token, score in following(path):
-            score += reached[path]
-            if (*path, token) in tree:
-                reached[*path, token] = score
-            else:
-                outcomes.append((score, (*path, token)))
+        best = following(path, RANKS)
+        for node in (node for node in tree if node[:-1] == path):
+            reached[node] = reached[path] + dict(best).get(node[-1], best[-1][1])
+        outcomes += [(reached[path] + score, (*path, token)) for token, score in best if (*path, token) not in tree]
     roots = sorted(outcomes, reverse=True)[:WIDTH]
     trees: dict[tuple[int, ...], list[tuple[float, int]]] = {root: [] for _, root in roots}
     beams = [(score, root, root) for score, root in roots]
     for _ in range(DEPTH):
         level = []
         for score, path, root in beams:
-            for token, own in following(path)[: min(MOST_BEAMS, NODES)]:
+            for token, own in following(path, MOST_BEAMS)[:NODES]:
                 level.append((score + own, (*path, token), root))
                 trees[root].append((score + own, token))
         beams = sorted(level, reverse=True)[:WIDTH]
-    best = {root: tuple(token for _, token in sorted(nodes, reverse=True)[:NODES]) for root, nodes in trees.items()}
-    return {(len(root) - 1, root[-1]): best[root] for _, root in reversed(roots)}  # of equal keys the likelier one
+    found = {root: tuple(token for _, token in sorted(nodes, reverse=True)[:NODES]) for root, nodes in trees.items()}
+    return {(len(root) - 1, root[-1]): found[root] for _, root in reversed(roots)}  # of equal keys the likelier one
 
 
 class SeenForests:
@@ -203,6 +203,8 @@ class SeenForests:
             paths: list[tuple[int, ...]] = []
             both = (each[work.slot].tolist() for each in (self._state.drafts, self._state.tree.parents))
             for token, parent in zip(*(each[: work.proposal.num_tokens] for each in both), strict=True):
+                if parent == NODES:  # and so have all others: there are no more nodes
+                    break
                 paths.append((*(paths[parent] if parent >= 0 else ()), token))
             found = self._drafter.prepared(work.sequence)
             looked_up = work.proposal.origin is Origin.HIT  # mostly; after that the tree has scores of a forest
@@ -221,7 +223,6 @@ def test_prepared_trees_are_the_best_ones(make_model: Callable[[str], TestModel]
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_num_seqs": 3, "block_size": 4}
     options |= {"max_num_batched_tokens": 40, "max_model_len": 100}
     speculation = {"mode": "ssd", "draft": draft.path, "k": DEPTH, "tree": NODES, "budget": WIDTH}
-    speculation["backup"] = "jit"  # a sibling's tree has the scores of another text
     bias = dict.fromkeys(FEW, 100.0)
     params = [
         SamplingParams(temperature=(0.0, 1.0, 0.7)[i % 3], seed=i, logit_bias=bias, max_new_tokens=26, ignore_eos=True)

@@ -125,12 +125,14 @@ def path_slots(table, path, slots_ptr, n, decided, last, BLOCK_SIZE: tl.constexp
 
 @triton.jit
 def _load_path(
-    k, v, table, path, slots_ptr, n, decided, last, kv_head, slot_stride, d,
-    BLOCK_SIZE: tl.constexpr, D: tl.constexpr, WIDEN: tl.constexpr, dtype: tl.constexpr,
+    k, v, slots, seen, i, kv_head, slot_stride, d,
+    D: tl.constexpr, WIDEN: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """The same at the positions n up to `last`, as a node of a tree sees them."""
-    slots = path_slots(table, path, slots_ptr, n, decided, last, BLOCK_SIZE)[:, None] * slot_stride
-    at, mask = kv_head * D + slots + d[None, :], (n <= last)[:, None] & (d < D)[None, :]
+    """The same as the tile's token i sees them. `slots`: of all of its tokens [tokens, positions], where `seen`."""
+    mine = (tl.arange(0, slots.shape[0]) == i)[:, None]
+    slot = tl.sum(tl.where(mine, slots, 0), axis=0)
+    there = tl.sum((mine & seen).to(tl.int32), axis=0) > 0
+    at, mask = kv_head * D + slot[:, None] * slot_stride + d[None, :], there[:, None] & (d < D)[None, :]
     keys, values = tl.load(k + at, mask=mask, other=0.0), tl.load(v + at, mask=mask, other=0.0)
     return widen(keys, dtype, WIDEN), widen(values, dtype, WIDEN)
 
@@ -241,9 +243,8 @@ def _plan_kernel(
         lowest = tl.full((BLOCK_T,), _FAR, tl.int32)
         for i in tl.static_range(TOKENS):
             real = live & (i < tokens)
-            at = positions_ptr + row0 + first + i
-            end = tl.maximum(end, tl.load(at, mask=real, other=-1) + 1)
-            lowest = tl.minimum(lowest, tl.load(at, mask=real, other=_FAR))
+            end = tl.maximum(end, tl.load(positions_ptr + row0 + first + i, mask=real, other=-1) + 1)
+            lowest = tl.minimum(lowest, tl.load(positions_ptr + row0 + first + i, mask=real, other=_FAR))
     else:
         position = tl.load(context_len_ptr + sequence, mask=live, other=0) - num_queries + first
         end = position + tokens
@@ -428,21 +429,23 @@ def _decode_kernel(
             kv_head, r, d, valid, mask, HKV, D, BLOCK_M, BLOCK_N, BLOCK_D, SPLIT_LEN,
         )  # fmt: skip
     if PATHS:
+        token = tl.arange(0, triton.next_power_of_2(BLOCK_M // GROUP))
+        last = tl.load(positions_ptr + first_row + token, mask=token < tokens, other=-1)[:, None]
+        path = (paths_ptr + (first_row + token) * PATHS)[:, None]
         for start in tl.range(tl.maximum(begin, stop_common), stop, BLOCK_N):
-            n = start + tl.arange(0, BLOCK_N)
-            for i in range(tokens):
-                last = tl.load(positions_ptr + first_row + i)
-                if start <= last:
-                    path = paths_ptr + (first_row + i) * PATHS
-                    keys, values = _load_path(
-                        k_ptr, v_ptr, table, path, slots_ptr, n, decided, last, kv_head, slot_stride, d,
-                        BLOCK_SIZE, D, WIDEN, q.dtype,
-                    )  # fmt: skip
-                    seen = (n <= last) & (n >= FIRST)
-                    if WINDOW:
-                        seen = seen & (n > last - WINDOW)
-                    visible = seen[None, :] & (r // GROUP == i)[:, None]
-                    m, sums, acc = _step(q, keys, values, True, visible, scale, ones, m, sums, acc)
+            n = start + tl.arange(0, BLOCK_N)[None, :]
+            slots = path_slots(table, path, slots_ptr, n, decided, last, BLOCK_SIZE)
+            keys, values = _load_path(k_ptr, v_ptr, slots, n <= last, 0, kv_head, slot_stride, d, D, WIDEN, q.dtype)
+            visible = (n <= position[:, None]) & (n >= FIRST)
+            if WINDOW:
+                visible = visible & (n >= oldest[:, None])
+            for i in range(tokens):  # the next token's are loaded meanwhile
+                next_keys, next_values = _load_path(
+                    k_ptr, v_ptr, slots, n <= last, i + 1, kv_head, slot_stride, d, D, WIDEN, q.dtype
+                )
+                own = visible & (r // GROUP == i)[:, None]
+                m, sums, acc = _step(q, keys, values, True, own, scale, ones, m, sums, acc)
+                keys, values = next_keys, next_values
             m, sums, acc, m_all, l_all, acc_all = _end_piece(
                 start, stop, m, sums, acc, m_all, l_all, acc_all, scale, stats_ptr, partial_ptr, first_at, num_items,
                 kv_head, r, d, valid, mask, HKV, D, BLOCK_M, BLOCK_N, BLOCK_D, SPLIT_LEN,
