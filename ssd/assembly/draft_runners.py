@@ -86,7 +86,7 @@ def ssd_drafter(model: DraftSource, speculation: SpeculationConfig, fan_out: Fan
     return SSDDrafter(
         model,
         fan_out,
-        lookahead=speculation.draft_tokens,
+        lookahead=speculation.nodes or speculation.lookahead,
         budget=max(speculation.budgets),
         backup=speculation.backup,
         overlap=speculation.placement == "stream",

@@ -76,7 +76,7 @@ class _Read(NamedTuple):
     there: torch.Tensor  # bool
     depth: torch.Tensor
     paths: torch.Tensor  # [sequences, 1 + nodes, columns]: rows of the run, `depth` of them
-    parents: torch.Tensor  # [sequences, nodes], as the SequenceState has them
+    parents: torch.Tensor  # of the nodes: [sequences, nodes]; -1: none is before it, -2: it is not there
 
 
 class ForestRunner(DraftRunner):

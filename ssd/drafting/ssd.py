@@ -21,6 +21,7 @@ from ssd.drafting.fan_out import FanOut, OutcomeStatistics
 from ssd.drafting.forest import ForestRunner
 from ssd.drafting.model import Able, DraftSource, wants_draft
 from ssd.drafting.runner import DraftRun, StagedBranches
+from ssd.errors import ConfigError
 
 _DECREASE, _INCREASE = 0.75, 0.25  # AIMD limit of branches: multiplied after an interrupted preparation, else added to
 _MIN_BRANCHES = 2.0
@@ -280,6 +281,8 @@ class SSDDrafter(Drafter):
         return rows
 
     def pin_hits(self, rate: float) -> None:
+        if self.levels:
+            raise ConfigError("hits are drawn for chains only: leave trees out")
         self.runner.pin_hits(rate)
 
     def forget(self, sequence: Sequence) -> None:

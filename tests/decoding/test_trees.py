@@ -20,6 +20,7 @@ from random_requests import MAX_LEN, Alone, Models, answers_alone, check_answers
 from ssd import LLM, SamplingParams
 from ssd.drafting.arms import Arm, ArmTimes
 from ssd.drafting.controller import DepthController
+from ssd.errors import ConfigError
 
 _CHECKS = list(HealthCheck)
 
@@ -73,6 +74,9 @@ def test_prepared_trees_are_worth_it(batch: int, count: int) -> None:
             rounds.append(sum(output.metrics.rounds for output in outputs))
             assert llm.engine.metrics.drafter_failures == 0
             assert speculation is None or llm.engine.metrics.ssd_hit_rate > 0.3
+            if speculation is not None and "tree" in speculation:
+                with pytest.raises(ConfigError, match="hits are drawn for chains only"):
+                    llm.engine.round.drafter.pin_hits(0.5)
     assert texts[1] == texts[0]
     assert texts[2] == texts[0]
     assert rounds[2] < rounds[1] < rounds[0]
