@@ -38,7 +38,8 @@ class Lazy:
 
 
 openai: Any = Lazy("openai")
-MODEL, DRAFT = "tiny-llama", "tiny-llama-draft"
+MODEL = "tiny-llama"  # its name in requests
+DRAFT = SMALL = "tiny-llama-draft"  # what writes the texts: a sixth of the time a token
 SPECULATION: dict[str, Any] = {
     "ar": None,
     "sd": {"mode": "sd", "draft": DRAFT},

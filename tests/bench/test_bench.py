@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from conftest import mostly_slow
 from eagle_heads import make_tiny_head
 from fake_server import PIECES, TOKENS_A_PIECE, serving
 from random_weights import RandomCheckpoint
@@ -323,7 +324,7 @@ def test_methods_with_an_eagle_head_share_an_engine(tmp_path: Path) -> None:
     ours[0].close()
 
 
-@pytest.mark.parametrize("draft", ["tiny-llama-draft", "tiny-llama-eagle"])
+@pytest.mark.parametrize("draft", mostly_slow(["tiny-llama-draft", "tiny-llama-eagle"], fast={"tiny-llama-eagle"}))
 def test_trees_share_an_engine_with_chains(draft: str) -> None:
     """Catches a chain that is verified as a tree, and a tree that is no better than a chain of its length."""
     ahead = "" if draft.endswith("eagle") else ",ssd:4,ssd-tree:16:4"
@@ -498,7 +499,7 @@ def test_different_texts_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_json_alone_goes_to_stdout() -> None:
     flags = ["--compare", "ar", "--sets", "random", "--prompts", "1", "--max-tokens", "4", "--input-len", "8"]
     flags += ["--repeats", "1", "--quantization", "int8", "--json", "-"]
-    result = CliRunner().invoke(app, ["bench", "tiny-llama", *flags])
+    result = CliRunner().invoke(app, ["bench", "tiny-llama-draft", *flags])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["results"][0]["prompt_tokens"] == 8
@@ -550,7 +551,7 @@ def test_every_product_of_a_model_is_timed() -> None:
 def test_a_trace_prints_nothing_of_the_profiler(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Its library writes to the process's own standard error."""
     file = tmp_path / "rounds.json"
-    arguments = ["bench", "tiny-llama", "--compare", "ar", "--prompts", "1", "--sets", "humaneval", "-m", "8"]
+    arguments = ["bench", "tiny-llama-draft", "--compare", "ar", "--prompts", "1", "--sets", "humaneval", "-m", "4"]
     done = CliRunner().invoke(app, [*arguments, "--trace", str(file), "--device", "cpu"])
     assert done.exit_code == 0, done.output
     assert capfd.readouterr().err == ""

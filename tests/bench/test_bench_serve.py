@@ -52,7 +52,7 @@ def test_a_sweep_counts_by_usage(tmp_path: Path) -> None:
     with serving() as server:
         points = ["--concurrency", "1,4", "--num-prompts", "8", "--goodput", "ttft:10000,tpot:10000"]
         code, output = run(f"fake={server.url}", *points, "--json", str(out), "--plot", str(plot))
-        assert server.most_under_way == 4
+        assert 1 < server.most_under_way <= 4  # 4, unless the machine is very busy
         lengths = {body["max_tokens"] for body in server.bodies}
     assert code == 0, output
     first, second = json.loads(out.read_text())["results"]
@@ -64,9 +64,10 @@ def test_a_sweep_counts_by_usage(tmp_path: Path) -> None:
         assert row["e2e_ms"]["p50"] >= 1000 * PAUSE * len(PIECES)
         after_first = row["e2e_ms"]["mean"] - row["ttft_ms"]["mean"]
         assert row["tpot_ms"]["mean"] * (TOKENS - 1) == pytest.approx(after_first)
-        assert row["itl_ms"]["mean"] * (len(PIECES) - 1) == pytest.approx(after_first, rel=0.2)  # chunks may coincide
+        assert row["itl_ms"]["mean"] * (len(PIECES) - 1) > 0.99 * after_first  # chunks may coincide: fewer gaps
         assert row["good_share"] == 1
-    assert second["output_throughput"] > 1.5 * first["output_throughput"]
+    alone, together = (row["output_throughput"] * row["e2e_ms"]["mean"] / 1000 / TOKENS for row in (first, second))
+    assert alone <= 1 < together, "requests in flight on average: speed times duration"
     assert len(lengths) > 4, "lengths are drawn from a distribution"
     assert plot.read_text().lstrip().startswith("<?xml")
     with serving() as server:

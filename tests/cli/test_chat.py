@@ -21,7 +21,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import TestModel
+from conftest import TestModel, mostly_slow
 from fakes import wait_until_idle
 from server.scripted import Forced, harmony_checkpoint
 from typer.testing import CliRunner, Result
@@ -253,7 +253,7 @@ def test_a_report_adds_up() -> None:
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     speculation = {"mode": "sd", "draft": "tiny-llama-draft", "k": 3}
-    with LLM("tiny-llama", device="cpu", dtype="float32", max_num_seqs=1, speculation=speculation) as llm:
+    with LLM("tiny-llama-draft", device="cpu", dtype="float32", max_num_seqs=1, speculation=speculation) as llm:
         yield llm
 
 
@@ -319,7 +319,7 @@ CALL = f'{THOUGHT}<|channel|>commentary to=functions.get_weather <|constrain|>js
 SUNNY = f"{THOUGHT}<|channel|>final<|message|>It is sunny.<|return|>"
 
 
-@pytest.mark.parametrize("interactive", [True, False])
+@pytest.mark.parametrize("interactive", mostly_slow([True, False], fast={True}))
 def test_a_chat_in_harmony_with_a_tool_call(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], interactive: bool
 ) -> None:

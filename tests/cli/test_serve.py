@@ -62,7 +62,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("command", mostly_slow(list(COMMANDS), fast={"generate", "serve", "bench"}))
+@pytest.mark.parametrize("command", mostly_slow(list(COMMANDS), fast={"generate", "serve"}))
 def test_every_command_says_that_kernels_are_compiled_before_the_wait(
     monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:

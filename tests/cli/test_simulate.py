@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import mostly_slow
 from typer.testing import CliRunner
 
 from ssd.cli.main import app
@@ -117,7 +118,7 @@ def test_measured_times_replace_predicted_ones() -> None:
     assert ssd["round_ms"] == pytest.approx(7 * 5 + 0.02, rel=0.01)
 
 
-@pytest.mark.parametrize("kind", ["svg", "png"])
+@pytest.mark.parametrize("kind", mostly_slow(["svg", "png"], fast={"svg"}))
 def test_a_sweep_is_drawn(tmp_path: Path, kind: str) -> None:
     file = tmp_path / f"out.{kind}"
     arguments = ("--sweep", "batch=1,2", "--sweep", "hits=0.5,0.9", "--plot", str(file), "--show", "ratio")

@@ -169,8 +169,8 @@ def test_same_text_with_drafts(alone: list[RequestOutput], speculation: str) -> 
         pytest.param(None, id="ar", marks=pytest.mark.slow),
         pytest.param(sd(k=3), id="sd", marks=pytest.mark.slow),
         pytest.param(ssd(k=3, backup="fast"), id="ssd"),
-        pytest.param(SPECULATIONS["tree"], id="tree"),
-        pytest.param(SPECULATIONS["ssd-tree"], id="ssd-tree"),
+        pytest.param(SPECULATIONS["tree"], id="tree", marks=pytest.mark.slow),
+        pytest.param(SPECULATIONS["ssd-tree"], id="ssd-tree", marks=pytest.mark.slow),
     ],
 )
 def test_same_text_with_rounds_in_flight(alone: list[RequestOutput], speculation: dict[str, Any] | None) -> None:
@@ -181,7 +181,7 @@ def test_same_text_with_rounds_in_flight(alone: list[RequestOutput], speculation
 
 def test_neighbours_run_ahead() -> None:
     """A constrained request does not make the others wait: these have a round in flight all the time."""
-    with LLM("tiny-llama", device="cpu", max_model_len=256) as llm:
+    with LLM("tiny-llama-draft", device="cpu", max_model_len=256) as llm:
 
         def play(engine: Any) -> int:
             engine.round.run_ahead = True

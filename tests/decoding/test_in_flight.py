@@ -220,7 +220,7 @@ SPECULATIONS: dict[str, dict[str, Any] | None] = {
 }
 
 
-@pytest.mark.parametrize("speculation", mostly_slow(SPECULATIONS, fast={"ar", "sd", "both", "fast", "ssd-auto"}))
+@pytest.mark.parametrize("speculation", mostly_slow(SPECULATIONS, fast={"both", "fast", "ssd-auto"}))
 def test_everything_at_once(models: Models, alone: Alone, speculation: str) -> None:
     """Catches any difference to plain decoding that commits every round at once."""
     check_life(models, alone, SPECULATIONS[speculation], seeds=[0])
@@ -263,7 +263,7 @@ def test_everything_for_long(models: Models, alone: Alone, speculation: str, opt
     "speculation",
     [
         pytest.param({"mode": "sd", "draft": "self", "k": 3}, marks=pytest.mark.slow),
-        {"mode": "sd", "draft": "self", "k": 3, "suffix": True},
+        pytest.param({"mode": "sd", "draft": "self", "k": 3, "suffix": True}, marks=pytest.mark.slow),
         ssd("self", k=3, backup="jit", budget=6),
         pytest.param(ssd("self", k=3, backup="fast", budget=6, fan_out="geometric"), marks=pytest.mark.slow),
         pytest.param({"mode": "sd", "draft": "self", "k": "auto"}, marks=pytest.mark.slow),

@@ -21,6 +21,7 @@ from ssd import LLM, SamplingParams
 from ssd.drafting.arms import Arm, ArmTimes
 from ssd.drafting.controller import DepthController
 from ssd.errors import ConfigError
+from ssd.execution.tree import DraftTree
 
 _CHECKS = list(HealthCheck)
 
@@ -53,6 +54,11 @@ LongTreeMachine.TestCase.settings = settings(
 TestLongTreeMachine = pytest.mark.slow(LongTreeMachine.TestCase)
 
 
+def test_what_is_no_node_is_behind_the_last_decided_token() -> None:
+    """On the host, too, where masks and logits are made for every row: catches a parent that is not there."""
+    assert DraftTree([7, 8, 9], [-1, 0, 3]).before == [[], [7], [7, 8], [9]]
+
+
 # --- over the bundled models -----------------------------------------------------------------------------------------
 
 TEXTS = ["There was once a poor woodcutter who", "def add(a, b):", "Mr. Holmes sat by the fire, and", "import os\n"] * 2
@@ -63,7 +69,7 @@ def test_prepared_trees_are_worth_it(batch: int, count: int) -> None:
     """SSD with trees: the text of plain decoding, drafts that had been prepared, and more tokens a round than with
     chains."""
     params = [
-        SamplingParams(temperature=float(i % 2), seed=i, max_new_tokens=32, ignore_eos=True) for i in range(count)
+        SamplingParams(temperature=float(i % 2), seed=i, max_new_tokens=24, ignore_eos=True) for i in range(count)
     ]
     texts, rounds = [], []
     chains = {"mode": "ssd", "draft": "tiny-llama-draft", "k": 4, "placement": "inline", "backup": "jit"}
@@ -109,7 +115,7 @@ MEMORY: dict[str, dict[str, Any]] = {
     ("draft", "run_ahead"),
     mostly_slow(
         list(itertools.product(("noisy", "head", "mtp-head", "block"), (False, True))),
-        fast={("noisy", True), ("head", True)},
+        fast={("head", True)},
     ),
 )
 def test_chains_and_trees_take_turns(models: Models, alone: Alone, draft: str, run_ahead: bool) -> None:
@@ -149,7 +155,6 @@ def test_chains_and_trees_take_turns(models: Models, alone: Alone, draft: str, r
             ("sd", "mtp-head", "one at a time", False),
             ("sd", "block", "large blocks", False),
             ("ssd", "noisy", "none to spare", True),
-            ("ssd", "noisy", "large blocks", False),
         },
     ),
 )
@@ -159,7 +164,7 @@ def test_everything_at_once(models: Models, alone: Alone, mode: str, draft: str,
     options = MEMORY[memory] | {"device": "cpu", "max_model_len": MAX_LEN}
     with LLM(models.target, speculation=speculation, **options) as llm:
         llm.driver.call(lambda engine: setattr(engine.round, "run_ahead", run_ahead))
-        for seed in range(2):
+        for seed in range(1):
             requests = random_requests(10, seed)
             outputs = llm.driver.call(lambda engine, r=requests, s=seed: play(engine, r, preempt=0.03, seed=s))
             check_answers(requests, outputs, alone(10, seed))

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from conftest import mostly_slow
 from draft_servers import (
     draft_server,
     engine,
@@ -177,7 +178,7 @@ NONSENSE = {
 }
 
 
-@pytest.mark.parametrize("case", NONSENSE)
+@pytest.mark.parametrize("case", mostly_slow(NONSENSE, fast=list(NONSENSE)[::2]))
 def test_nonsense_harms_its_engine_only(url: str, case: str, server: DraftServer) -> None:
     good, bad = scripted(url), scripted(url)
     bad.ask([new_entry(7, [1, 2, 3])])

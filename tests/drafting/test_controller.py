@@ -415,8 +415,9 @@ class Treelike(Fake):
         return (1 + sum(self.stands(work) if nodes is None else len(nodes) for nodes in drawn) / count) / seconds
 
 
-@pytest.mark.parametrize("in_flight", [0, 1])
-@pytest.mark.parametrize("likely", [0.4, 0.7])
+@pytest.mark.parametrize(
+    ("likely", "in_flight"), mostly_slow([(0.4, 0), (0.4, 1), (0.7, 0), (0.7, 1)], fast={(0.4, 0), (0.7, 1)})
+)
 def test_a_tree_is_no_slower_than_its_chain(likely: float, in_flight: int) -> None:
     """Up to 96 rows a verification takes one unit, then in proportion to them: trees pay in small batches only."""
     arms, inner = make_arms(("ar", "sd", "tree"), (4,), (), 32), Treelike(likely)

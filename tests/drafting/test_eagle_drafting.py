@@ -23,7 +23,7 @@ from ssd.drafting.runner import DraftRun, DraftRunner, StagedBranches
 from ssd.drafting.ssd import SSDDrafter
 from ssd.models.eagle import EagleHead
 
-PROMPTS = ragged_prompts(10, longest=40)
+PROMPTS = ragged_prompts(8, longest=40)
 Answers = list[tuple[Any, ...]]
 
 

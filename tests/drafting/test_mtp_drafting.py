@@ -18,7 +18,7 @@ from mtp_heads import make_mtp
 
 from ssd import LLM, SamplingParams
 
-PROMPTS = ragged_prompts(8, longest=40)
+PROMPTS = ragged_prompts(6, longest=40)
 SIZES: dict[str, Any] = {"device": "cpu", "max_num_seqs": 6, "block_size": 4, "num_kv_blocks": 26, "max_model_len": 72}
 SIZES |= {"max_num_batched_tokens": 16}
 KINDS = ["qwen3", "llama-tied", "qwen3-moe", "gpt-oss", "qwen3-windows"]
@@ -31,7 +31,7 @@ def params(temperature: float) -> list[SamplingParams]:
             temperature=temperature,
             seed=i,
             logit_bias=dict.fromkeys(FEW, 100.0) if i % 2 else {},
-            max_new_tokens=22 - i,
+            max_new_tokens=16 - i,
             ignore_eos=True,
         )
         for i in range(len(PROMPTS))

@@ -257,7 +257,7 @@ def test_in_flight(models: Models, waits: Waits, alone: list[RequestOutput], how
 
 
 @pytest.mark.parametrize("draft", mostly_slow(["noisy", "head", "block"], fast={"block"}))
-@pytest.mark.parametrize("in_flight", [False, True])
+@pytest.mark.parametrize("in_flight", mostly_slow([False, True], fast={True}))
 def test_with_every_change_of_arms(
     models: Models, waits: Waits, alone: list[RequestOutput], draft: str, in_flight: bool
 ) -> None:
@@ -275,7 +275,7 @@ def test_with_every_change_of_arms(
         assert set(controller.stats.rounds) == {"ar", "suffix", "sd"}
 
 
-@pytest.mark.parametrize("in_flight", [False, True])
+@pytest.mark.parametrize("in_flight", mostly_slow([False, True], fast={True}))
 def test_a_model_drafts_on_after_look_up_alone(
     models: Models, waits: Waits, monkeypatch: pytest.MonkeyPatch, in_flight: bool
 ) -> None:

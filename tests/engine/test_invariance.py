@@ -13,7 +13,7 @@ from fakes import wait_until_idle
 from ssd import LLM, SamplingParams
 from ssd.execution.threads import ThreadController
 
-PROMPTS = ragged_prompts(32, longest=120)
+PROMPTS = ragged_prompts(20, longest=120)
 SEEDED = SamplingParams(temperature=0.8, seed=11, max_new_tokens=16)
 GREEDY = SamplingParams(max_new_tokens=16)
 
@@ -66,7 +66,7 @@ def test_a_number_of_threads_that_changes_from_step_to_step(
     finally:
         torch.set_num_threads(threads)
     assert set(seen) == {4}
-    assert len(seen) >= 64
+    assert len(seen) >= 40
 
 
 def test_prefix_cache_cold_and_warm(model: str, expected: list[list[int]]) -> None:

@@ -23,7 +23,7 @@ from ssd.models.decoder import parameter_shapes
 # with a window has KV of the same layout as one without.
 LAYERS = [(6, 2, 16, None), (4, 4, 32, 24), (8, 1, 48, None), (6, 2, 16, 24), (8, 2, 64, None)]
 PROMPTS = ragged_prompts(6, longest=150)
-PARAMS = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_new_tokens=24, ignore_eos=True) for i in range(6)]
+PARAMS = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_new_tokens=16, ignore_eos=True) for i in range(6)]
 WAYS: list[dict[str, Any]] = [{"mode": "sd"}, {"mode": "ssd", "placement": "inline"}]
 Tensors = Mapping[str, torch.Tensor]
 

@@ -21,7 +21,7 @@ from ssd.kv.blocks import NULL, most_blocks
 
 PROMPTS = ragged_prompts(6, longest=180)
 PARAMS = [
-    SamplingParams(temperature=0.8 * (i % 2), seed=i, max_new_tokens=24, ignore_eos=True) for i in range(len(PROMPTS))
+    SamplingParams(temperature=0.8 * (i % 2), seed=i, max_new_tokens=16, ignore_eos=True) for i in range(len(PROMPTS))
 ]
 WAYS: list[dict[str, Any]] = [{}, {"mode": "sd", "k": 3}, {"mode": "ssd", "k": 3, "placement": "inline"}]
 WINDOWS = {"mistral-windows": (37,), "qwen2-windows": (None, 16), "qwen3-windows": (None, 21)}

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import re
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+
+from ssd.kernels import cache
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -33,10 +36,16 @@ def _compiled(source: Path, macros: tuple[tuple[str, int | str], ...]) -> ctypes
     code = f'#include "emulated_ptx.h"\n#include "{source}"\n#include "emulated_main.h"\n'
     options = [f"-D{name}={value}" for name, value in macros]
     command = [str(COMPILER), "-O1", "-w", "-std=c++17", "-fPIC", "-shared", f"-I{HERE}", *options, "-xc++", "-"]
-    with tempfile.TemporaryDirectory() as folder:
-        library = f"{folder}/kernel.so"
-        subprocess.run([*command, "-o", library], input=code, text=True, check=True)
-        return ctypes.CDLL(library)
+
+    def make() -> bytes:
+        with tempfile.TemporaryDirectory() as folder:
+            library = Path(folder) / "kernel.so"
+            subprocess.run([*command, "-o", library], input=code, text=True, check=True)
+            return library.read_bytes()
+
+    sources = b"".join(file.read_bytes() for file in sorted((*HERE.glob("*.h"), *source.parent.iterdir())))
+    key = hashlib.sha256(repr(command).encode() + code.encode() + sources).hexdigest()[:20]
+    return ctypes.CDLL(str(cache.compiled(f"emulated-{key}", ".so", make)))
 
 
 def addresses(*params: ctypes.Structure) -> ctypes.Array[ctypes.c_void_p]:

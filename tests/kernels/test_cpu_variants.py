@@ -49,7 +49,7 @@ def native() -> Kernels:
     return library.load()
 
 
-@pytest.fixture(scope="module", params=mostly_slow([*MACROS, *OWN], fast=MACROS))
+@pytest.fixture(scope="module", params=mostly_slow([*MACROS, *OWN], fast={"amx", "avx512", "avx-vnni"}))
 def other(request: pytest.FixtureRequest, native: Kernels) -> Kernels:
     name = request.param
     if name not in MACROS:

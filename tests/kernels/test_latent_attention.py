@@ -78,7 +78,7 @@ def test_attention_over_latents(kind: str, heads: HeadShape) -> None:
     or threads share it. Catches values of other columns, and a part of the heads that is left out."""
     torch.manual_seed(0)
     for dtype in make_ops(kind)[2]:
-        lengths = (5, 1100 if kind == "triton" and CUDA else 140, 70)
+        lengths = (5, 1100 if kind == "triton" and CUDA else 100, 70)
         paged = Paged.of(kind, heads, lengths, dtype)
         spans = [(1, lengths[1] - 30, lengths[1]), (0, 0, 5), (2, 64, 67)]
         q = torch.randn(38, heads.num_heads, heads.head_dim, device=paged.cache.device).to(dtype)

@@ -194,8 +194,8 @@ def on_one_of(size: int, checkpoint: HFCheckpoint) -> torch.Tensor:
     return logits(checkpoint, TensorParallel(0, size))
 
 
-PROMPTS = ragged_prompts(16, longest=90)
-PARAMS = [SamplingParams(temperature=float(i % 2), seed=i, max_new_tokens=20, ignore_eos=True) for i in range(16)]
+PROMPTS = ragged_prompts(12, longest=90)
+PARAMS = [SamplingParams(temperature=float(i % 2), seed=i, max_new_tokens=16, ignore_eos=True) for i in range(12)]
 
 
 def answers(target: str, dtype: str, batch: int, options: dict[str, Any], **speculation: Any) -> list[list[int]]:
@@ -221,15 +221,13 @@ def test_the_same_text_in_all_modes(
     dense model, by itself, by heads of both kinds. Catches a form of attention that depends on the rows."""
     model, dense = make_model(kind), make_model("qwen3").path
     alone = answers(model.path, dtype, 1, {"prefix_caching": False})
-    for chunk in (17, 64):
-        assert answers(model.path, dtype, 16, {"max_num_batched_tokens": chunk, "block_size": 4}) == alone, chunk
+    assert answers(model.path, dtype, 12, {"max_num_batched_tokens": 17, "block_size": 4}) == alone
     scarce = {"num_kv_blocks": 34, "block_size": 4, "max_num_batched_tokens": 7}
     assert answers(model.path, dtype, 6, scarce) == alone
-    assert answers(model.path, dtype, 1, {"max_num_batched_tokens": 1}) == alone
     head = make_head(model, tmp_path / "head").path
     mtp = make_mtp(model, tmp_path / "mtp")
     for path, draft, batch in (
-        *((model.path, dense, 16), (model.path, model.path, 3)),
+        *((model.path, dense, 12), (model.path, model.path, 3)),
         *((model.path, head, 6), (mtp.model, mtp.path, 6)),
     ):
         assert answers(path, dtype, batch, {"block_size": 4}, mode="sd", draft=draft, k=3) == alone, draft
@@ -257,7 +255,7 @@ BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", 
 EXPERTS_ONLY = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"]
 
 
-@pytest.mark.parametrize("form", mostly_slow(["fp8", "fp8-ue8m0", "fp8-weights", "int4"], fast={"fp8-ue8m0", "int4"}))
+@pytest.mark.parametrize("form", mostly_slow(["fp8", "fp8-ue8m0", "fp8-weights", "int4"], fast={"fp8-ue8m0"}))
 def test_published_formats(monkeypatch: pytest.MonkeyPatch, form: str, tmp_path: Path) -> None:
     """FP8 in blocks everywhere, as DeepSeek publishes it, also with scales that are powers of two, and INT4 experts in
     groups, as Kimi K2.5 has them: the logits are those of the widened weights, where rows are not rounded, too; and SD

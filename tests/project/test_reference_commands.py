@@ -23,6 +23,7 @@ from ssd.errors import ConfigError, ModelNotFound
 BENCH = Path(__file__).parents[2] / "bench"
 COMMANDS = [line for line in (BENCH / "commands.txt").read_text().splitlines() if line.startswith("python")]
 BENCH_COMMANDS = [c for c in COMMANDS if "bench.py" in c and "--eagle" not in c]
+EAGLE_COMMANDS = [c for c in COMMANDS if "--eagle" in c]
 SHORT = ["--numseqs", "1", "--output_len", "10"]  # the last one counts
 FIELDS = {
     "decode_tokens_per_second",
@@ -93,7 +94,7 @@ def starts_a_process(command: str) -> bool:
 
 @pytest.mark.parametrize(
     "command",
-    mostly_slow(BENCH_COMMANDS, fast=[c for c in BENCH_COMMANDS if "--spec --k" in c or "--wandb" in c]),
+    mostly_slow(BENCH_COMMANDS, fast=[c for c in BENCH_COMMANDS if "--size 70 --draft 1" in c or "--wandb" in c]),
 )
 def test_bench(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     _, flags = program_and_flags(command)
@@ -128,7 +129,7 @@ def test_bench(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
         assert len(report["settings"]["sets"]) == 1
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if "--eagle" in c])
+@pytest.mark.parametrize("command", mostly_slow(EAGLE_COMMANDS, fast=EAGLE_COMMANDS[:1]))
 def test_bench_with_an_eagle_head(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head, file = make_tiny_head(tmp_path / "head").path, tmp_path / "report.json"
     monkeypatch.setenv("SSD_EAGLE3_SPECFORGE", str(head))

@@ -67,7 +67,7 @@ def test_an_engine_accepts_as_much_as_it_is_told_to(mode: str) -> None:
     speculation = {"mode": mode, "draft": "tiny-llama-draft", "k": K}
     speculation |= {"placement": "inline", "budget": 4} if mode == "ssd" else {}
     params = SamplingParams(max_new_tokens=100, ignore_eos=True, temperature=1.0, seed=3)
-    with LLM("tiny-llama", device="cpu", max_model_len=256, speculation=speculation) as llm:
+    with LLM("tiny-llama-draft", device="cpu", max_model_len=256, speculation=speculation) as llm:
         for rates, expected in (([1.0] * K, K + 1.0), ([0.0] * K, 1.0), (rates_of((3.0,), K), 3.0)):
             llm.driver.call(lambda engine, rates=rates: pin(engine.round.target, rates))
             outputs = llm.generate(["x", "Once upon a time", "def f(x):"], params)
@@ -80,7 +80,7 @@ def test_hits_are_drawn_too() -> None:
     """With a draft whose outcomes are known else: a look-up misses as often as wanted."""
     speculation = {"mode": "ssd", "draft": "tiny-llama-draft", "k": K, "budget": 8, "placement": "inline"}
     params = SamplingParams(max_new_tokens=100, ignore_eos=True, temperature=1.0, seed=3)
-    with LLM("tiny-llama", device="cpu", max_model_len=256, speculation=speculation) as llm:
+    with LLM("tiny-llama-draft", device="cpu", max_model_len=256, speculation=speculation) as llm:
         llm.driver.call(lambda engine: pin(engine.round.target, [0.5] * K))
         for rate in (0.0, 0.5, 1.0):
             llm.driver.call(lambda engine, rate=rate: engine.round.drafter.pin_hits(rate))
@@ -97,7 +97,7 @@ def pin(target: object, rates: list[float]) -> None:
 
 def test_a_benchmark_says_that_its_texts_are_not_the_models() -> None:
     config = BenchConfig(
-        "tiny-llama",
+        "tiny-llama-draft",
         "tiny-llama-draft",
         methods="ar,sd:4",
         accept="3",

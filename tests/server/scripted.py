@@ -47,7 +47,9 @@ LLAMA_TEMPLATE = """\
 """
 
 
-def checkpoint(folder: Path, model: str = "tiny-qwen3", template: str = TEMPLATE, special: Sequence[str] = ()) -> Path:
+def checkpoint(
+    folder: Path, model: str = "tiny-qwen3-draft", template: str = TEMPLATE, special: Sequence[str] = ()
+) -> Path:
     """A bundled model with a template, and with these special tokens in place of its reserved ones."""
     shutil.copytree(Path(ssd.__file__).parent / "bundle" / model, folder, dirs_exist_ok=True)
     (folder / "chat_template.jinja").write_text(template)
@@ -100,7 +102,7 @@ class Script:
 
 def long_checkpoint(folder: Path, positions: int = 32768) -> Path:
     """The smallest bundled model with this template, for prompts that are longer than it was trained for."""
-    path = checkpoint(folder, "tiny-qwen3-draft") / "config.json"
+    path = checkpoint(folder) / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": positions}))
     return folder
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from live_server import MODEL, Served, serving
+from live_server import MODEL, SMALL, Served, serving
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -40,7 +40,7 @@ def options(**others: Any) -> ServerOptions:
 @pytest.fixture(scope="module")
 def own() -> Iterator[LLM]:
     """A model of its own: its template is replaced."""
-    with LLM(MODEL, device="cpu") as llm:
+    with LLM(SMALL, device="cpu") as llm:
         yield llm
 
 
@@ -184,7 +184,7 @@ def test_the_fingerprint_changes_with_model_weights_version_and_kernels(
     found = [system_fingerprint(own)]
     assert found[0] == system_fingerprint(own)
     (copy / "model.safetensors").touch()
-    monkeypatch.setattr(own, "path", BUNDLE / MODEL)
+    monkeypatch.setattr(own, "path", BUNDLE / SMALL)
     assert system_fingerprint(own) == found[0]
     monkeypatch.setattr(own, "path", copy)
     weights = load_file(copy / "model.safetensors")

@@ -16,7 +16,7 @@ import serve_process
 from fuzz_server import run
 from fuzz_server.mangled import BODIES, random_request
 from fuzz_server.raw import exchange, status
-from live_server import MODEL, Served, serving, until
+from live_server import SMALL, Served, serving, until
 from serve_process import CAN_BE_MEASURED, Held
 
 from ssd import LLM
@@ -28,7 +28,7 @@ ANSWER = b"HTTP/1.1 %s\r\ncontent-length: 2\r\n\r\nok"
 def fragile() -> Iterator[Served]:
     """With the limits of the server that is fuzzed."""
     options = {"max_model_len": 128, "max_num_seqs": 8}
-    with LLM(MODEL, device="cpu", **options) as llm, serving(llm, read_timeout=0.5, max_request_bytes=10**6) as served:
+    with LLM(SMALL, device="cpu", **options) as llm, serving(llm, read_timeout=0.5, max_request_bytes=10**6) as served:
         yield served
 
 

@@ -141,7 +141,7 @@ def test_a_megabyte_of_defects_is_refused_at_once(served: Served) -> None:
 @pytest.mark.parametrize("inner", [False, True])
 def test_a_megabyte_of_fields_that_are_not_known_is_refused_at_once(served: Served, inner: bool) -> None:
     """Catches seconds in which each of them is looked up and counted."""
-    fields = {f"x{i}": 1 for i in range(200_000)}
+    fields = {f"x{i}": 1 for i in range(50_000)}
     more = {"stream": True, "stream_options": fields} if inner else fields
     answer = post(served, "/v1/completions", {"prompt": "x", "max_tokens": 1, **more})
     assert answer.status_code == 400

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 from conftest import mostly_slow
-from live_server import MODEL, SPECULATION, Served, openai, serving, until
+from live_server import MODEL, SMALL, SPECULATION, Served, openai, serving, until
 
 from ssd import LLM, SamplingParams
 from ssd.core import Work
@@ -77,7 +77,7 @@ def test_text_under_load_is_that_of_the_library_alone(alone: Callable[[int], lis
         async with served.async_client() as client:
             return await asyncio.gather(*(answer(client, seed) for seed in range(count)))
 
-    with LLM(MODEL, device="cpu", max_num_seqs=8, speculation=SPECULATION[mode]) as own, serving(own) as served:
+    with LLM(SMALL, device="cpu", max_num_seqs=8, speculation=SPECULATION[mode]) as own, serving(own) as served:
         assert asyncio.run(ask(served)) == [alone(seed) for seed in range(count)]
         until(lambda: served.admission.sequences == served.admission.tokens == 0)
         accepted = served.llm.engine.metrics.spec_decode_num_accepted_tokens
@@ -85,7 +85,7 @@ def test_text_under_load_is_that_of_the_library_alone(alone: Callable[[int], lis
 
 
 def test_usage_counts_drafts(llm: LLM) -> None:
-    with LLM(MODEL, device="cpu", speculation=SPECULATION["sd"]) as own, serving(own) as served:
+    with LLM(SMALL, device="cpu", speculation=SPECULATION["sd"]) as own, serving(own) as served:
         create = served.client().completions.create
         drafted = create(model=MODEL, prompt=PROMPTS[0], max_tokens=30, temperature=0).usage.completion_tokens_details
         plain = create(model=MODEL, prompt=PROMPTS[0], max_tokens=30, temperature=0, extra_body={"speculate": False})
@@ -255,7 +255,7 @@ def _streamed_texts(connection: socket.socket) -> list[str]:
 
 
 def test_too_many_requests_are_told_to_come_back(llm: LLM) -> None:
-    with LLM(MODEL, device="cpu", max_num_seqs=1) as own, serving(own, max_queue=1) as served:
+    with LLM(SMALL, device="cpu", max_num_seqs=1) as own, serving(own, max_queue=1) as served:
         client = served.client()
         with pytest.raises(openai.BadRequestError, match="the limit is 2"):
             client.completions.create(model=MODEL, prompt="x", n=3)
@@ -354,7 +354,7 @@ def test_other_origins_get_no_headers(served: Served) -> None:
 
 
 def test_a_failed_engine_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    with LLM(MODEL, device="cpu") as own, serving(own) as served:
+    with LLM(SMALL, device="cpu") as own, serving(own) as served:
         monkeypatch.setattr(own.engine, "step", lambda: 1 / 0)
         with pytest.raises(openai.InternalServerError, match="the engine's loop failed"):
             served.client().completions.create(model=MODEL, prompt="x")

@@ -31,7 +31,7 @@ from ssd.server.models.front import create_front
 from ssd.server.models.options import CatalogOptions, ServedModel
 from ssd.server.options import ServerOptions
 
-NAMES = ("tiny-llama", "tiny-qwen3", "tiny-llama-draft")
+NAMES = ("tiny-llama-draft", "tiny-qwen3-draft", "tiny-llama")
 
 
 def served(name: str, model: str = "", keep_alive: float = -1.0, **others: Any) -> ServedModel:
@@ -246,12 +246,12 @@ def alone() -> dict[str, str]:
     found = {}
     for name in NAMES:
         with LLM(name, device="cpu", max_model_len=256, max_num_seqs=4) as llm:
-            found[name] = llm.generate("Once upon a time", SamplingParams(max_new_tokens=24, ignore_eos=True))[0].text
+            found[name] = llm.generate("Once upon a time", SamplingParams(max_new_tokens=12, ignore_eos=True))[0].text
     return found
 
 
 def complete(url: str, name: str, **others: Any) -> httpx.Response:
-    body = {"prompt": "Once upon a time", "max_tokens": 24, "ignore_eos": True, "temperature": 0, **others}
+    body = {"prompt": "Once upon a time", "max_tokens": 12, "ignore_eos": True, "temperature": 0, **others}
     return httpx.post(f"{url}/v1/completions", json={"model": name, **body}, timeout=60)
 
 
@@ -259,7 +259,7 @@ def test_each_model_writes_its_text_while_they_come_and_go(alone: dict[str, str]
     """Two of three are loaded at a time; an operator unloads them meanwhile."""
     catalog = catalog_of(*map(served, NAMES), load=make, max_loaded_models=2)
     with server_of(catalog) as url, ThreadPoolExecutor(6) as pool:
-        asked = [NAMES[i * i % 3] for i in range(18)]
+        asked = [NAMES[i * i % 3] for i in range(12)]
         answers = [pool.submit(complete, url, name) for name in asked]
         for name in NAMES:
             httpx.post(f"{url}/models/unload", json={"model": name}, timeout=60).raise_for_status()
@@ -275,12 +275,14 @@ def test_each_model_writes_its_text_while_they_come_and_go(alone: dict[str, str]
 
 
 def test_clients_see_models_and_their_states(alone: dict[str, str]) -> None:
-    catalog = catalog_of(served("tiny-llama", aliases=("gpt-4o",)), served("other", "tiny-qwen3"), load=make)
+    catalog = catalog_of(
+        served("tiny-llama", "tiny-llama-draft", aliases=("gpt-4o",)), served("other", "tiny-qwen3-draft"), load=make
+    )
     with server_of(catalog) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         assert [each.id for each in client.models.list()] == ["tiny-llama", "other"]
         assert client.models.retrieve("gpt-4o").id == "tiny-llama"
-        assert complete(url, "gpt-4o").json()["choices"][0]["text"] == alone["tiny-llama"]
+        assert complete(url, "gpt-4o").json()["choices"][0]["text"] == alone["tiny-llama-draft"]
         assert httpx.post(f"{url}/tokenize", json={"prompt": "Hi"}).json()["count"] > 0  # by the first one
         with pytest.raises(openai.NotFoundError, match="use 'tiny-llama' or 'other'"):
             client.completions.create(model="gpt-5", prompt="x")
@@ -308,7 +310,7 @@ def test_a_stream_tells_that_its_model_is_loaded(path: str, monkeypatch: pytest.
         time.sleep(0.3)
         return make(model)
 
-    catalog = catalog_of(served("tiny-llama"), served("absent", "no/such-model"), load=slowly)
+    catalog = catalog_of(served("tiny-llama", "tiny-llama-draft"), served("absent", "no/such-model"), load=slowly)
     body: dict[str, Any] = {"stream": True, "max_tokens": 2}
     if path == "/v1/completions":
         body |= {"prompt": "Hi"}

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("fastapi", reason="needs the extras serve and dev")
 
 import httpx
-from live_server import MODEL, Lazy, Served, until
+from live_server import MODEL, SMALL, Lazy, Served, until
 
 from server.scripted import CALL, WEATHER, Script
 from server.test_models import catalog_of, server_of
@@ -21,7 +21,7 @@ from ssd.server.ollama.protocol import seconds
 from ssd.server.options import ServerOptions
 
 ollama: Any = Lazy("ollama")
-CHAT: Any = [{"role": "user", "content": "Mr. Holmes sat by the fire, and"}]
+CHAT: Any = [{"role": "user", "content": "Tell me a story."}]
 GREEDY: dict[str, Any] = {"temperature": 0, "num_predict": 12}
 TOOL: Any = {"type": "function", "function": {"name": "get_weather", "description": "x", "parameters": WEATHER}}
 
@@ -231,7 +231,10 @@ def test_thinking_can_be_turned_off(tool_server: Served, script: Script, monkeyp
 
 
 def test_models_are_loaded_kept_and_unloaded_as_requests_say() -> None:
-    models = (model_of("tiny-llama", keep_alive=600.0), model_of("other", "tiny-qwen3", aliases=("gpt-4o",)))
+    models = (
+        model_of("tiny-llama", SMALL, keep_alive=600.0),
+        model_of("other", "tiny-qwen3-draft", aliases=("gpt-4o",)),
+    )
     catalog = catalog_of(*models, load=make)
     with server_of(catalog) as url:
         ours = ollama.Client(host=url, timeout=60)
@@ -258,7 +261,7 @@ def test_models_are_loaded_kept_and_unloaded_as_requests_say() -> None:
 
 
 def test_a_pinned_model_stays() -> None:
-    model = model_of("tiny-llama", pinned=True)
+    model = model_of("tiny-llama", SMALL, pinned=True)
     catalog = catalog_of(model, load=make)
     catalog.preload(model)
     with server_of(catalog) as url:

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import SPECULATION, Served, serving, until
+from live_server import SMALL, SPECULATION, Served, serving, until
 
 from ssd import LLM, SamplingParams
 from ssd.server.playground.endpoints import PAGE
@@ -19,14 +19,14 @@ MESSAGES = [{"role": "user", "content": "Tell me about the sea."}]
 
 @pytest.fixture(scope="module")
 def drafted() -> Iterator[Served]:
-    with LLM("tiny-llama", device="cpu", speculation=SPECULATION["ssd"]) as llm, serving(llm) as served:
+    with LLM(SMALL, device="cpu", speculation=SPECULATION["ssd"]) as llm, serving(llm) as served:
         yield served
 
 
 @pytest.fixture(scope="module")
 def drafted_apart() -> Iterator[Served]:
     speculation = {**SPECULATION["ssd"], "placement": "process"}
-    with LLM("tiny-llama", device="cpu", speculation=speculation) as llm, serving(llm) as served:
+    with LLM(SMALL, device="cpu", speculation=speculation) as llm, serving(llm) as served:
         yield served
 
 

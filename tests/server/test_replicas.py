@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
-from live_server import MODEL
+from live_server import MODEL, SMALL
 from serve_process import free_port
 from typer.testing import CliRunner
 
@@ -45,7 +45,7 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerReplica]:
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.serve", serve)
     options = ServerOptions(served_model_name=MODEL, access_log=False)
-    made = ServerReplica(EngineConfig(MODEL, device="cpu", max_model_len=256), options, STARTED, 30)
+    made = ServerReplica(EngineConfig(SMALL, device="cpu", max_model_len=256), options, STARTED, 30)
     yield made
     made.__del__()
 

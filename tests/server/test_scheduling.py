@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from conftest import mostly_slow
-from live_server import MODEL, Served, openai, serving, until
+from live_server import MODEL, SMALL, Served, openai, serving, until
 
 from ssd import LLM, SamplingParams
 
@@ -31,7 +31,7 @@ ASK: dict[str, Callable[[Any, dict[str, Any]], object]] = {
 @pytest.fixture(scope="module")
 def single() -> Iterator[Served]:
     """A server that decodes one sequence at a time."""
-    with LLM(MODEL, device="cpu", max_num_seqs=1) as llm, serving(llm) as served:
+    with LLM(SMALL, device="cpu", max_num_seqs=1) as llm, serving(llm) as served:
         yield served
 
 
@@ -90,7 +90,7 @@ def test_many_samples_or_prompts_do_not_hold_up_another_request(llm: LLM, prompt
     """A request with many of them gives places to others, and their texts are those that they have alone."""
     body: dict[str, Any] = {"model": MODEL, "max_tokens": 60, "temperature": 1, "seed": 4}
     body |= {"prompt": [PROMPT] * prompts, "n": 6 // prompts}
-    with LLM(MODEL, device="cpu", max_num_seqs=4) as own, serving(own) as served:
+    with LLM(SMALL, device="cpu", max_num_seqs=4) as own, serving(own) as served:
         client = served.client()
         stream = client.completions.create(**body, stream=True, extra_body={"ignore_eos": True})
         texts = [""] * 6

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import mostly_slow
-from live_server import MODEL, SPECULATION, Served, openai, serving, until
+from live_server import MODEL, SMALL, SPECULATION, Served, openai, serving, until
 
 from ssd import LLM, SamplingParams, StructuredOutput
 from ssd.errors import RequestError
@@ -33,21 +33,21 @@ CHAT: Any = [{"role": "user", "content": "Who are you?"}]
 @pytest.mark.parametrize("mode", mostly_slow(["ar", "ssd"], fast={"ssd"}))
 def test_a_schema(mode: str) -> None:
     """Valid JSON, the same as the library's own."""
-    with LLM(MODEL, device="cpu", speculation=SPECULATION[mode]) as llm, serving(llm) as served:
+    with LLM(SMALL, device="cpu", speculation=SPECULATION[mode]) as llm, serving(llm) as served:
         form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
         answer = served.client().chat.completions.create(
-            model=MODEL, messages=CHAT, response_format=form, max_tokens=96, temperature=1.0, seed=5
+            model=MODEL, messages=CHAT, response_format=form, max_tokens=96, temperature=1.0, seed=3
         )
         text = answer.choices[0].message.content or ""
         jsonschema.validate(json.loads(text), SCHEMA)
         assert answer.choices[0].finish_reason == "stop"
-        params = SamplingParams(max_new_tokens=96, temperature=1.0, seed=5, structured={"json_schema": SCHEMA})
+        params = SamplingParams(max_new_tokens=96, temperature=1.0, seed=3, structured={"json_schema": SCHEMA})
         assert text == llm.chat(CHAT, params)[0].text
 
 
 def test_the_first_request_does_not_wait_for_the_grammar_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tokenizer is there when the server is ready."""
-    with LLM(MODEL, device="cpu") as llm, serving(llm) as served:
+    with LLM(SMALL, device="cpu") as llm, serving(llm) as served:
         monkeypatch.setattr("llguidance.LLTokenizer", None)
         answer = served.client().completions.create(
             model=MODEL, prompt="Answer:", max_tokens=8, extra_body={"structured_outputs": {"regex": "[ab]{3}"}}
@@ -58,7 +58,7 @@ def test_the_first_request_does_not_wait_for_the_grammar_library(monkeypatch: py
 def test_a_server_starts_without_the_grammar_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that need it are told so."""
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with LLM(MODEL, device="cpu") as llm, serving(llm) as served:
+    with LLM(SMALL, device="cpu") as llm, serving(llm) as served:
         client = served.client()
         assert client.completions.create(model=MODEL, prompt="x", max_tokens=1).choices
         with pytest.raises(openai.BadRequestError, match="needs the package llguidance"):

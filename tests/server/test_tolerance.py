@@ -360,13 +360,13 @@ def test_a_kind_is_logged_once(fresh: Served, caplog: pytest.LogCaptureFixture) 
 
 def test_nothing_grows_with_what_clients_make_up(fresh: Served, caplog: pytest.LogCaptureFixture) -> None:
     """Catches sets of names without a bound: in the answer, in the log, in the metric."""
-    fields = [{f"made_up_{i}_{j}": 1 for j in range(1000)} for i in range(60)]
+    fields = [{f"made_up_{i}_{j}": 1 for j in range(100)} for i in range(60)]
     with caplog.at_level(logging.WARNING, "ssd"):
         for each in fields:
             found = warnings(post(fresh, COMPLETIONS, **each))
             assert len(found) == 21
-            assert found[-1] == "980 other fields: ignored"
+            assert found[-1] == "80 other fields: ignored"
     assert len([r for r in caplog.records if r.name == "ssd"]) == 1000
-    assert counts(fresh) == {"other": 60_000}
+    assert counts(fresh) == {"other": 6000}
     [warning] = warnings(post(fresh, COMPLETIONS, **{"x" * 100_000: 1}))
     assert len(warning) < 200

@@ -14,6 +14,7 @@ pytest.importorskip("jsonschema", reason="needs the extras serve and dev")
 
 import httpx
 import jsonschema
+from conftest import mostly_slow
 from live_server import MODEL, Lazy, Served, openai, serving
 
 import ssd
@@ -240,7 +241,10 @@ def test_bundled_templates_write_chats_without_tools_as_they_did(model: str) -> 
 # --- forced calls, by the model itself --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+@pytest.mark.parametrize(
+    "choice",
+    ["required", pytest.param({"type": "function", "function": {"name": "get_weather"}}, marks=pytest.mark.slow)],
+)
 def test_forced_call(tool_server: Served, choice: Any) -> None:
     """A model that knows nothing of tools calls one, with arguments that follow the schema."""
     pytest.importorskip("llguidance")
@@ -277,13 +281,19 @@ def special_server(folder: Path, *args: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def llama_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    llm, server = special_server(tmp_path_factory.mktemp("llama"), "tiny-llama", LLAMA_TEMPLATE, ["<|python_tag|>"])
+    llm, server = special_server(
+        tmp_path_factory.mktemp("llama"), "tiny-llama-draft", LLAMA_TEMPLATE, ["<|python_tag|>"]
+    )
     with llm, server as running:
         yield running
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("before", ["", "I look. "])
+@pytest.mark.parametrize(
+    ("before", "stream"),
+    mostly_slow(
+        [("", False), ("", True), ("I look. ", False), ("I look. ", True)], fast=[("", False), ("I look. ", True)]
+    ),
+)
 def test_a_llama_call_behind_its_special_token(llama_server: Served, before: str, stream: bool) -> None:
     """The engine writes the tag as the one special token that it is; a grammar makes it write the message."""
     pytest.importorskip("llguidance")
@@ -332,7 +342,7 @@ def test_reasoning_and_calls_whose_tags_are_special(tmp_path: Path) -> None:
     """Some checkpoints mark them so."""
     pytest.importorskip("llguidance")
     special = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
-    llm, server = special_server(tmp_path, "tiny-qwen3", TEMPLATE, special)
+    llm, server = special_server(tmp_path, "tiny-qwen3-draft", TEMPLATE, special)
     body = json.dumps({"name": "get_weather", "arguments": json.loads(ARGUMENTS)})
     grammar = f'start: <think> "Hm." </think> "So." <tool_call> {json.dumps(body)} </tool_call>'
     options: Any = {"model": MODEL, "extra_body": {"structured_outputs": {"grammar": grammar}}, "messages": ASK}
@@ -491,7 +501,7 @@ def test_a_required_call_of_the_model_itself_leaves_no_content(served: Served) -
     client = served.client().chat.completions
     options: dict[str, Any] = {"model": MODEL, "messages": ASK, "tools": [CHAT_TOOL], "tool_choice": "required"}
     for limit in (200, 15, 4):
-        for seed in range(3):
+        for seed in range(2):
             message = client.create(**options, max_tokens=limit, seed=seed).choices[0].message
             assert not message.content
             assert len(message.tool_calls or ()) == 1 or limit < 200
