@@ -40,10 +40,11 @@ class Lazy:
 openai: Any = Lazy("openai")
 MODEL = "tiny-llama"  # its name in requests
 DRAFT = SMALL = "tiny-llama-draft"  # what writes the texts: a sixth of the time a token
+ROUNDED = {"draft": DRAFT, "draft_quantization": "int4"}  # so that some drafts of the model for itself are rejected
 SPECULATION: dict[str, Any] = {
     "ar": None,
-    "sd": {"mode": "sd", "draft": DRAFT},
-    "ssd": {"mode": "ssd", "draft": DRAFT, "placement": "inline", "k": 3, "budget": 6},  # few branches: a CPU is slow
+    "sd": {"mode": "sd", **ROUNDED},
+    "ssd": {"mode": "ssd", **ROUNDED, "placement": "inline", "k": 3, "budget": 6},  # few branches: a CPU is slow
 }
 
 

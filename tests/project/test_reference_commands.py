@@ -94,7 +94,9 @@ def starts_a_process(command: str) -> bool:
 
 @pytest.mark.parametrize(
     "command",
-    mostly_slow(BENCH_COMMANDS, fast=[c for c in BENCH_COMMANDS if "--size 70 --draft 1" in c or "--wandb" in c]),
+    mostly_slow(
+        BENCH_COMMANDS, fast=[c for c in BENCH_COMMANDS if ("--spec --k" in c and "--all" not in c) or "--wandb" in c]
+    ),
 )
 def test_bench(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     _, flags = program_and_flags(command)
