@@ -91,9 +91,9 @@ class SpeculationConfig:
     )
     tree: int | Literal["auto"] | None = option(
         None,
-        "sd with a learned draft: nodes of the draft tree of a sequence, whose paths have up to k tokens. None: a "
-        f"chain of k tokens. auto: a tree of up to {TREE_MAX} nodes, a chain or plain decoding, chosen by measured "
-        "speed for each batch size.",
+        "sd with a learned draft, ssd with a draft model on the target's device: nodes of the draft tree of a "
+        f"sequence, whose paths have up to k tokens. None: a chain of k tokens. auto (sd): a tree of up to {TREE_MAX} "
+        "nodes, a chain or plain decoding, chosen by measured speed for each batch size.",
         least=2,
         most=64,
     )
@@ -295,9 +295,9 @@ class SpeculationConfig:
     def _check_tree(self) -> None:
         if self.tree is None:
             return
-        if self.mode != "sd":
+        if self.mode not in ("sd", "ssd"):
             raise ConfigError(
-                f'speculation tree={self.tree} is for mode="sd", not for mode="{self.mode}": leave it out'
+                f'speculation tree={self.tree} is for mode="sd" or "ssd", not for mode="{self.mode}": leave it out'
             )
         if self.acceptance == "rejection":
             raise ConfigError(
@@ -311,6 +311,24 @@ class SpeculationConfig:
             )
         if self.draft == SUFFIX or self.suffix:
             raise ConfigError(f"speculation tree={self.tree}: suffix look-up proposes chains; leave one of them out")
+        if self.mode == "ssd":
+            self._check_prepared_trees()
+
+    def _check_prepared_trees(self) -> None:
+        trees = f'speculation tree={self.tree}, mode="ssd"'
+        for name in ("tree", "budget"):
+            if getattr(self, name) == "auto":
+                raise ConfigError(f"{trees}: {name} must be a number")
+        if self.placement == "process" or self.draft_device is not None or self.draft_url is not None:
+            raise ConfigError(
+                f'{trees}: trees are prepared on the device of the target, in its process; use placement="stream" on a '
+                'GPU, else "inline", and no draft_device or draft_url'
+            )
+        if self.fan_out != "adaptive" or self.fan_out_hit is not None:
+            raise ConfigError(
+                f"{trees}: the likeliest outcomes of a tree are prepared, {self.budget} of them; leave fan_out, "
+                "fan_out_hit and fan_out_miss out"
+            )
 
     @property
     def _changed(self) -> set[str]:

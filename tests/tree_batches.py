@@ -61,15 +61,17 @@ class Tree:
         return table[position // self.size] * self.size + position % self.size
 
     def batch(self, ops: Ops, rows: list[int], before: int) -> tuple[torch.Tensor, DeviceBatch]:
-        """Some rows of the tree, with all their ancestors (0: the last decided token, i + 1: node i), behind the last
-        `before` decided tokens, which are of a prompt: as a work of their own."""
+        """Some rows of the tree (0: the last decided token, i + 1: node i), behind the last `before` decided tokens,
+        which are of a prompt: as a work of their own. If their ancestors are not all among them, paths name rows that
+        are in no batch."""
+        together = all(node + 1 in rows for row in rows for node in self.paths[row])
         start = self.decided - 1 - before
         slots = [self.slot(self.table, p) for p in range(start, self.decided)]
         positions = list(range(start, self.decided))
         paths, decided = [[0] * DEPTH for _ in positions], [NOT_DECIDED] * before + [self.decided]
         first = len(slots) - 1
         for row in rows:
-            path = [first + 1 + rows.index(node + 1) for node in self.paths[row]]
+            path = [first + 1 + rows.index(node + 1) if together else node for node in self.paths[row]]
             paths.append(path + [0] * (DEPTH - len(path)))
             positions.append(self.decided - 1 + len(path))
             slots.append(self.slot(self.table, self.decided + row - 1))
@@ -81,7 +83,8 @@ class Tree:
             tile_tokens=ops.tile_tokens([self.heads], prefill=False),
             device=self.device,
         )
-        tree = TreePaths(*(torch.tensor(x, dtype=torch.int32, device=self.device) for x in (paths, decided)))
+        named = slots if together else [self.slot(self.table, self.decided + node) for node in range(NODES)]
+        tree = TreePaths(*(torch.tensor(x, dtype=torch.int32, device=self.device) for x in (paths, decided, named)))
         q = torch.cat((torch.randn(before, *self.q.shape[1:]).to(self.q), self.q[[0, *rows]]))
         return q, replace(batch, tree=tree)
 
@@ -110,7 +113,7 @@ class Tree:
 
 
 def check_tree(ops: Ops, tree: Tree, dice: random.Random) -> None:
-    """All rows together, a few with their ancestors, and behind rows of a prompt: the bits of chains."""
+    """All rows together, a few with their ancestors or without, and behind rows of a prompt: the bits of chains."""
     expected = torch.stack([tree.chain(ops, row) for row in range(1 + NODES)])
     rows = list(range(1, 1 + NODES))
     assert not expected.isnan().any()
@@ -118,5 +121,7 @@ def check_tree(ops: Ops, tree: Tree, dice: random.Random) -> None:
     leaf = dice.choice(rows)
     some = sorted({node + 1 for node in tree.paths[leaf]} | {node + 1 for node in tree.paths[dice.choice(rows)]})
     assert same_bits(tree.run(ops, some), expected[[0, *some]])
+    deep = sorted(rows, key=lambda row: -len(tree.paths[row]))[: NODES // 2]
+    assert same_bits(tree.run(ops, deep), expected[[0, *deep]])
     if tree.decided > 4:
         assert same_bits(tree.run(ops, rows, before=4), expected)

@@ -96,7 +96,7 @@ def load_draft(
         draft,
         state,
         limit if head else min(limit, draft.config.max_position),
-        max(shapes.max_rows, config.max_num_seqs * shapes.reads),
+        max(shapes.max_rows, config.max_num_seqs * (shapes.reads + shapes.nodes)),
         beyond=2 * shapes.reads,
         scratch_slots=scratch,
         target=target if head else None,
@@ -109,12 +109,12 @@ def run_shapes(config: EngineConfig, device: torch.device) -> RunShapes:
 
     On a CPU, where fewer branches take less time, there are shapes for smaller numbers of them, too.
     """
-    speculation, rows, on_cuda = config.speculation, config.max_num_seqs, device.type == "cuda"
-    widths: tuple[int, ...] = ()
+    speculation, sequences, on_cuda = config.speculation, config.max_num_seqs, device.type == "cuda"
+    rows, nodes, widths = sequences, speculation.nodes, tuple[int, ...]()
+    if nodes:
+        beams = rows * beams_of(nodes)
+        rows = beams if speculation.tree != "auto" else max(rows, min(beams, MOST_TREE_ROWS))
     if prepares_here(speculation):
         widths = speculation.budgets if on_cuda else widths_up_to(max(speculation.budgets))
-        rows = max(rows, min(_MAX_BRANCHES, rows * max(widths)))
-    if speculation.nodes:
-        beams = rows * beams_of(speculation.nodes)
-        rows = beams if speculation.tree != "auto" else max(rows, min(beams, MOST_TREE_ROWS))
-    return RunShapes(speculation.lookahead, config.max_num_seqs, rows, widths, bucketed=on_cuda)
+        rows = max(rows, min(_MAX_BRANCHES, sequences * max(widths)))
+    return RunShapes(speculation.lookahead, sequences, rows, widths, bucketed=on_cuda, nodes=nodes if widths else 0)

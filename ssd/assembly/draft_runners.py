@@ -11,6 +11,7 @@ from ssd.assembly.warm_up import warm_up
 from ssd.config import EngineConfig, SpeculationConfig
 from ssd.drafting.block import BlockModel, BlockRunner
 from ssd.drafting.fan_out import Adaptive, FanOut, Geometric, Listed, Share
+from ssd.drafting.forest import ForestRunner
 from ssd.drafting.head import HeadModel, HeadRunner
 from ssd.drafting.model import DraftModel, DraftSource
 from ssd.drafting.runner import DraftRunner
@@ -31,7 +32,8 @@ def make_draft_model(
 ) -> DraftModel:
     """`target`: that of the same process. `recorded`: on a CPU, no round may wait for a recording."""
     shared = config.speculation.placement == "stream"
-    draft = DraftRunner(runner, run_shapes(config, runner.decoder.device), shared=shared, **_options(config))
+    shapes = run_shapes(config, runner.decoder.device)
+    draft = (ForestRunner if shapes.nodes else DraftRunner)(runner, shapes, shared=shared, **_options(config))
     if draft.on_cuda:
         _warm_up(config, draft, fan_out, target)
     elif recorded:
@@ -84,10 +86,11 @@ def ssd_drafter(model: DraftSource, speculation: SpeculationConfig, fan_out: Fan
     return SSDDrafter(
         model,
         fan_out,
-        lookahead=speculation.lookahead,
+        lookahead=speculation.nodes or speculation.lookahead,
         budget=max(speculation.budgets),
         backup=speculation.backup,
         overlap=speculation.placement == "stream",
+        levels=speculation.lookahead if speculation.nodes else 0,
     )
 
 

@@ -33,23 +33,28 @@ def placed(
 ) -> SpeculationConfig:
     """Resolves `placement` and `draft_device`.
 
-    `placement="auto"` is a process if the draft has a GPU of its own or a core of a CPU, else a stream on a GPU, else
-    inline. With mode="auto" it stays "auto" where nothing can run at the same time, and SSD is not among the modes.
-    `head`: the draft is a head, which is where the target is. `prepares`: SSD is among the draft's modes, as far as it
-    depends on the draft.
-    `ranks`: of the target.
+    `placement="auto"` is a process if the draft has a GPU of its own or a core of a CPU, and writes chains, else a
+    stream on a GPU, else inline. With mode="auto" it stays "auto" where nothing can run at the same time, and SSD is
+    not among the modes. `head`: the draft is a head, which is where the target is. `prepares`: SSD is among the draft's
+    modes, as far as it depends on the draft. `ranks`: of the target.
     """
     prepares = prepares and not speculation.suffix
     if speculation.draft_url is not None or speculation.mode not in ("ssd", "auto"):
         return speculation
     if speculation.draft_model is None or not prepares:
         return speculation
-    placement, wanted = speculation.placement, speculation.draft_device
+    placement, wanted, tree = speculation.placement, speculation.draft_device, speculation.tree
+    if tree is not None and head:
+        raise ConfigError(
+            f'speculation tree={tree}, mode="ssd": a head has hidden states at a few nodes of a tree only, so nothing '
+            'can be prepared behind the others; use mode="sd", or leave tree out'
+        )
     if placement == "auto" and wanted is not None:
         placement = "process"
     elif placement == "auto":
         own = torch.cuda.device_count() > (device.index or 0) + ranks if device.type == "cuda" else num_cores() > 1
-        placement = "process" if own and not head else "stream" if device.type == "cuda" else "inline"
+        apart = own and not head and tree is None
+        placement = "process" if apart else "stream" if device.type == "cuda" else "inline"
         if placement == "inline" and speculation.mode == "auto":
             return speculation
     if placement == "process" and head:

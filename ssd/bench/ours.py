@@ -35,12 +35,13 @@ from ssd.llm import LLM, check_served, measure_modes
 from ssd.options import options_of
 from ssd.sampling.rates import rates_of
 
-TREE = "tree"
+TREE, SSD_TREE = "tree", "ssd-tree"  # draft trees of SD, and of SSD
 
 
 @dataclass(frozen=True)
 class Method:
-    """A decoding method: `ar`, `sd`, `sd:4`, `ssd:auto`, `suffix:16`, `tree`, `tree:16:4`; without k its default."""
+    """A decoding method: `ar`, `sd`, `sd:4`, `ssd:auto`, `suffix:16`, `tree`, `tree:16:4`, `ssd-tree:16:4`; without k
+    its default."""
 
     name: str
     speculation: dict[str, Any]  # options of SpeculationConfig
@@ -49,10 +50,10 @@ class Method:
     def parse(cls, text: str, draft: str | None, k: int | str, options: Mapping[str, Any]) -> Method:
         """`options` are those of mode="ssd", of the acceptance rule, or of the draft model."""
         mode, _, number = text.partition(":")
-        if mode not in ("ar", "sd", "ssd", "auto", SUFFIX, TREE) or (mode == "ar" and number):
+        if mode not in ("ar", "sd", "ssd", "auto", SUFFIX, TREE, SSD_TREE) or (mode == "ar" and number):
             raise ConfigError(
-                f"method {text!r}: must be ar, sd, ssd, auto, {SUFFIX} or {TREE}, with a number of tokens if need be: "
-                f"ssd:6; {TREE} with its number of nodes, too: {TREE}:16:6"
+                f"method {text!r}: must be ar, sd, ssd, auto, {SUFFIX}, {TREE} or {SSD_TREE}, with a number of tokens "
+                f"if need be: ssd:6; trees with their number of nodes, too: {TREE}:16:6"
             )
         if mode == "ar":
             return cls("ar", {"mode": "ar"})
@@ -60,17 +61,18 @@ class Method:
         chosen: dict[str, Any] = {"mode": mode, "draft": draft}
         if mode == SUFFIX:
             chosen = {"mode": "sd", "draft": SUFFIX}
-        elif mode == TREE:
+        elif mode in (TREE, SSD_TREE):
             nodes, _, number = number.partition(":")
             nodes = nodes or "auto"
-            chosen |= {"mode": "sd", "tree": known["tree"].parse(nodes)}
-            name = f"{TREE} {nodes}"
+            chosen |= {"mode": "sd" if mode == TREE else "ssd", "tree": known["tree"].parse(nodes)}
+            name = f"{mode} {nodes}"
         k = known["k"].parse(number) if number else k
         if chosen["draft"] is None:
             raise ConfigError(f"method {text!r} needs a draft: name one with --draft")
         look_up = {"suffix", "suffix_cache_tokens"}
         of_sd = {"k_max", "acceptance", "saguaro_c", "draft_quantization"} | look_up
         kept = {SUFFIX: {"k_max", "suffix_cache_tokens"}, "sd": of_sd, TREE: of_sd}
+        kept[SSD_TREE] = options.keys() - look_up - {"fan_out", "fan_out_hit", "fan_out_miss"}
         if mode == "auto" and options.get("suffix"):
             kept["auto"] = set(options)
         names = kept.get(mode, options.keys() - look_up)
@@ -219,7 +221,7 @@ def _in_process(method: Method, device: str) -> bool:
     placement = "process" if method.speculation.get("draft_device") else method.speculation.get("placement", "auto")
     if method.speculation["mode"] not in ("ssd", "auto") or placement not in ("auto", "process"):
         return False
-    if method.speculation.get("suffix"):
+    if method.speculation.get("suffix") or method.speculation.get("tree"):
         return False
     draft = method.speculation.get("draft")
     if placement == "auto" and draft is not None and feature_draft_kind(str(draft)) is not None:
@@ -237,17 +239,20 @@ def _covering(wanted: Seq[SpeculationConfig]) -> SpeculationConfig:
     beside = [s for s in with_model if s.mode == "auto" and s.suffix]  # whose states have room for look-up
     deepest = max(s.lookahead if s.nodes else s.draft_tokens for s in wanted)
     nodes = max(s.nodes for s in wanted)
-    if nodes and (others := ahead + beside):
+    heads = any(feature_draft_kind(str(s.draft)) is not None for s in ahead)
+    others = beside + [s for s in ahead if s.mode == "auto" or heads]
+    if nodes and others:
         raise ConfigError(
-            f"methods: {TREE} and {others[0].mode} with a draft on the target's device have no engine in common: "
-            "measure them one after the other"
+            f"methods: trees and {others[0].mode} with a head, or with the mode left to the engine, have no engine in "
+            "common: measure them one after the other"
         )
     if not ahead and beside:
         return replace(beside[0], k=max(s.lookahead for s in with_model), k_max=None)
     if not ahead:
         return replace(with_model[0], k=deepest, k_max=None, tree=max(nodes, deepest) if nodes else None)
     widest = max(ahead, key=lambda s: max(s.budgets))
-    return replace(widest, k=deepest, k_max=None, fan_out="adaptive", fan_out_hit=None, fan_out_miss=None)
+    widest = replace(widest, fan_out="adaptive", fan_out_hit=None, fan_out_miss=None, k_max=None, k=deepest, tree=None)
+    return replace(widest, tree=max(nodes, deepest), budget=max(widest.budgets)) if nodes else widest
 
 
 def _drafter(llm: LLM, speculation: SpeculationConfig) -> Drafter:

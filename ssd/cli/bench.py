@@ -22,10 +22,10 @@ of a machine that was busy meanwhile: ratios are then not to be trusted.
 
 A method is [cyan]ar[/], [cyan]sd[/], [cyan]ssd[/], [cyan]auto[/] or [cyan]suffix[/], perhaps with its number of \
 drafted tokens: [cyan]ssd:6[/], [cyan]sd:auto[/]; or [cyan]tree:16[/], a draft tree of 16 nodes, [cyan]tree:16:6[/] \
-with paths of up to 6 tokens. All methods share the weights, and that they write the same tokens \
-is checked (exit code 1 if not). Only decoding is compared: prompts are timed apart, warm-up is not counted. Prompts \
-come from SSD_DATASET_DIR (or [cyan]--folder[/]) if it has the set, else from those that come with ssd; the report \
-says which.
+with paths of up to 6 tokens, [cyan]ssd-tree:16:6[/] the same prepared as in SSD. All methods share the weights, and \
+that they write the same tokens is checked (exit code 1 if not). Only decoding is compared: prompts are timed apart, \
+warm-up is not counted. Prompts come from SSD_DATASET_DIR (or [cyan]--folder[/]) if it has the set, else from those \
+that come with ssd; the report says which.
 
 [bold]Try[/]
 

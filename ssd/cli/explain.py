@@ -38,8 +38,9 @@ Write one text with speculative speculative decoding, and [bold]show every round
 
 While the target verifies a draft, the draft model prepares the next one for every likely outcome: the number of \
 accepted tokens, and the token that the target adds. If the outcome was prepared, the next draft is ready (a hit); if \
-not, it has to be written (a miss). Target and draft take turns here, so that every branch can be shown: what you see \
-is the order of events, not the speed.
+not, it has to be written (a miss). With --tree drafts are trees: accepted are the tokens of a path, and rejected all \
+others. Target and draft take turns here, so that every branch can be shown: what you see is the order of events, not \
+the speed.
 
 [bold]Try[/]
 
@@ -48,6 +49,8 @@ is the order of events, not the speed.
   ssd explain tiny-qwen3 "Who are you?" --k 3 --budget 6 --out paths.html
 
   ssd explain tiny-llama "def add(a, b):" -t 0.8 --seed 11 --fan-out 2
+
+  ssd explain tiny-llama --tree 8
 """
 LEGEND: Final = """\
 Each round: the [green]accepted draft tokens[/], after ✗ [red strike]the rejected ones[/], after → [bold]the \
@@ -84,7 +87,7 @@ def explain(
         ),
     ],
     speculation: Annotated[
-        Given, Flags(SpeculationConfig, only={"draft", "k", "draft_quantization", "fan_out", "budget"})
+        Given, Flags(SpeculationConfig, only={"draft", "k", "tree", "draft_quantization", "fan_out", "budget"})
     ],
     engine: Annotated[Given, Flags(EngineConfig, only={"device", "dtype", "quantization"})],
 ) -> None:
@@ -229,13 +232,15 @@ def _print_heading(llm: LLM, params: SamplingParams, console: Console) -> None:
 
     wanted = llm.config.speculation
     own, form = (f" (in {f})" if f else "" for f in (llm.config.quantization, wanted.draft_quantization))
-    k = f"up to {wanted.lookahead}" if wanted.k == "auto" else wanted.k
+    k = f"up to {wanted.lookahead} tokens" if wanted.k == "auto" else f"{wanted.k} tokens"
+    if wanted.nodes:
+        k = f"trees of {wanted.nodes} tokens, {wanted.k} on a path,"
     outcomes = make_fan_out(wanted).width(max(wanted.budgets))
     settings = f"{resolve_device(llm.config.device)}, temperature {params.temperature:g}, seed {params.seed}"
     console.print(
         Text.assemble(
             (llm.config.model, "bold"),
-            f"{own} writes; {wanted.draft}{form} drafts {k} tokens a round and prepares for up to {outcomes} outcomes "
+            f"{own} writes; {wanted.draft}{form} drafts {k} a round and prepares for up to {outcomes} outcomes "
             f"({settings})",
         )
     )

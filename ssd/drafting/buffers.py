@@ -74,7 +74,7 @@ class DraftBuffers:
         self.computed = self._ints(self.state.num_slots + 1)  # by slot: tokens with KV in the blocks, drafts included
         self._inputs = {branches: Inputs(n, shapes.most_reads(branches), self.device) for branches in (False, True)}
         self.after = self._ints(n, width)  # per branch: accepted draft tokens before it
-        self.plan_constants = self._floats(4 * reads * width + 64)
+        self.plan_constants = self._floats(4 * (1 + self.state.drafts.shape[1]) * width + 64)
         self.verified_confidence = self._floats(n, self.state.drafts.shape[1])
         self.hit = self._ints(n)
         self.chain = self._ints(rows, reads)  # tokens of every row; column 0: the outcome's own token (`branch`)
@@ -87,7 +87,7 @@ class DraftBuffers:
             for count in (rows, self.state.num_slots + 1)
         )
         self._rows = tuple(self._ints(rows) for _ in range(5))  # see `rounds.extend_rows`
-        self._branch_slots = runner.scratch_slot  # the first; after those of all rows comes one for padding
+        self.first_slot = runner.scratch_slot  # of the rows; behind theirs are those of nodes, and one for padding
         self.padding_slot = runner.scratch_slot + shapes.scratch_slots - 1
         self._indices: dict[RunShape, Indices] = {}
         self._reading: dict[tuple[int, int, bool], tuple[torch.Tensor, ...]] = {}  # see `_in_place`
@@ -166,12 +166,7 @@ class DraftBuffers:
     def read_batch(self, shape: RunShape, tables: Tables, logit_rows: torch.Tensor | None) -> DeviceBatch:
         """Every sequence's new tokens, whose KV goes to the blocks."""
         n, reads, indices = shape.sequences, shape.reads, self.indices(shape)
-        inputs, place, size = self._inputs[shape.branches], indices.place, self.runner.block_size
-        positions = inputs.first[:n, None] + place
-        index = positions // size
-        blocks = tables.blocks[tables.rows[:, None], 1 + index]
-        real = (place < inputs.count[:n, None]) & (index < tables.blocks[tables.rows, :1])
-        mapping = torch.where(real, blocks * size + positions % size, self.padding_slot)
+        inputs, (positions, mapping) = self._inputs[shape.branches], self.read_slots(shape, tables)
         tokens, positions, mapping, context = self._in_place(
             (n, reads, shape.branches),
             (inputs.tokens[:n, :reads].flatten(), positions.flatten(), mapping.flatten(), inputs.first[:n] + reads),
@@ -189,6 +184,16 @@ class DraftBuffers:
             table_rows=tables.rows,
         )
 
+    def read_slots(self, shape: RunShape, tables: Tables) -> tuple[torch.Tensor, torch.Tensor]:
+        """Position and KV slot of every token that is read: [sequences, reads]."""
+        n, place, size = shape.sequences, self.indices(shape).place, self.runner.block_size
+        inputs = self._inputs[shape.branches]
+        positions = inputs.first[:n, None] + place
+        index = positions // size
+        blocks = tables.blocks[tables.rows[:, None], 1 + index]
+        real = (place < inputs.count[:n, None]) & (index < tables.blocks[tables.rows, :1])
+        return positions, torch.where(real, blocks * size + positions % size, self.padding_slot)
+
     def _in_place(self, key: tuple[int, int, bool], made: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Tensors that were just made; on a CPU where those of the same key were, since recordings know that place."""
         if self.device.type != "cpu":
@@ -205,7 +210,7 @@ class DraftBuffers:
             caches=self.runner.own_caches,
             beams=beams,
             depth=depth,
-            first_slot=self._branch_slots,
+            first_slot=self.first_slot,
             slots_per_branch=self.shapes.lookahead,
         )
 
@@ -223,7 +228,7 @@ class DraftBuffers:
             chain=self.chain,
             depth=depth,
             reads=self.shapes.reads,
-            first_slot=self._branch_slots,
+            first_slot=self.first_slot,
             slots_per_branch=self.shapes.lookahead,
             vocab_size=self.runner.vocab_size,
             tokens=tokens,
@@ -263,13 +268,13 @@ class DraftBuffers:
                 before=sequences[:-1].long() * shape.reads - 1,
                 read_sequence=sequences[:-1].long().repeat_interleave(shape.reads),
                 read_start=sequences * shape.reads,
-                read_tiles=self._tiles(shape.sequences, shape.reads),
+                read_tiles=self.tiles(shape.sequences, shape.reads),
                 start=sequences * width,
-                tiles=self._tiles(shape.sequences, width),
+                tiles=self.tiles(shape.sequences, width),
             )
         return self._indices[shape]
 
-    def _tiles(self, sequences: int, queries: int) -> torch.Tensor:
+    def tiles(self, sequences: int, queries: int) -> torch.Tensor:
         """Attention tiles of sequences with `queries` rows each."""
         tile = self.runner.tile_sizes().decode
         each = -(-queries // tile)

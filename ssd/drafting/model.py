@@ -71,7 +71,7 @@ class DraftSource:
         reads, works = self.num_unread(able), [work for work, _ in able]
         slots, params = [work.slot for work in works], [work.sequence.params for work in works]
         if levels and runner.writes_trees(len(able)):
-            run = runner.write_trees(slots, params, levels, reads)
+            run = runner.write_trees(slots, params, levels, reads, origin)
             return [Proposal(num_on_device=work.lookahead, origin=origin, parents=()) for work in works], run
         count = min(most, k or most, runner.shapes.lookahead, self.most_drafted or most)
         run = runner.write(slots, params, count, reads, origin)
@@ -163,7 +163,8 @@ class DraftModel(DraftSource):
         return min(reads, max([most, *(work.sequence.most_len - own.kv.num_computed for work, own in behind)]))
 
     def branching(self, able: Seq[Able]) -> list[Work]:
-        """Those whose decided tokens but the last have draft KV, as branches need it; reads them if they are known."""
+        """Those whose decided tokens but the last have draft KV, as branches behind chains need it; reads them if they
+        are known."""
         found, unread = list[Work](), list[tuple[DraftSequence, int]]()
         for work, own in able:
             deciding = undecided(work)
@@ -200,13 +201,14 @@ class DraftModel(DraftSource):
         return left >= 0
 
     def observe(self, work: Work, outcome: Outcome | None, branched: bool) -> None:
-        """Updates the KV count after a committed round: tokens it read, rejected ones left out."""
+        """Updates the KV count after a committed round: tokens it read, rejected ones left out, and those of trees."""
         own, sequence = self._sequences.get(work.sequence.id), work.sequence
         if own is None or outcome is None:
             return
-        if branched:
+        if branched and work.proposal.parents is None:
             own.kv.num_computed = max(own.kv.num_computed, len(sequence.tokens) - 1)
-        elif {outcome.origin, work.proposal.origin} & {Origin.DRAFT, Origin.JIT}:  # perhaps replaced by a suffix's
+        # A draft that was written may have been replaced by a suffix's.
+        elif branched or {outcome.origin, work.proposal.origin} & {Origin.DRAFT, Origin.JIT}:
             own.kv.num_computed = max(own.kv.num_computed, len(sequence.tokens) - len(outcome.token_ids))
         self.pool.commit(own.kv, sequence.tokens)
 

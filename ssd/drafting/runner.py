@@ -160,12 +160,16 @@ class DraftRunner:
         return 0 < self.shapes.bucket(sequences) * beams <= self.shapes.max_rows
 
     @torch.inference_mode()
-    def write_trees(self, slots: Seq[int], params: Seq[SamplingParams], levels: int, reads: int) -> DraftRun:
+    def write_trees(
+        self, slots: Seq[int], params: Seq[SamplingParams], levels: int, reads: int, origin: Origin = Origin.DRAFT
+    ) -> DraftRun:
         """Writes trees of so many levels as the drafts of the sequences; `reads`: as in `write`."""
         shape, began = self.shapes.of(len(slots), reads, params), now(self.device)
         self._upload(slots, [0] * len(slots), shape)
         self._stage(shape)
         self.graphs.launch(*self._tree(shape, levels))
+        if origin is not Origin.DRAFT:
+            self.state.origin.index_fill_(0, self.buffers.inputs(branches=False).slots(len(slots)).long(), origin)
         return self._launched(slots, shape, 0, began)
 
     @torch.inference_mode()

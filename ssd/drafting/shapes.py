@@ -52,6 +52,7 @@ class RunShapes:
     widths: Seq[int] = ()  # branches per sequence
     most_written_reads: int | None = None  # tokens that `write` reads of a sequence, if fewer than `branch`
     bucketed: bool = False
+    nodes: int = 0  # of the trees that are read where trees are prepared
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "widths", sorted({min(width, RANKS * self.reads) for width in self.widths}))
@@ -67,8 +68,8 @@ class RunShapes:
 
     @property
     def scratch_slots(self) -> int:
-        """KV slots outside of the pool's blocks: `lookahead` for every row, and one for padding."""
-        return self.max_rows * self.lookahead + 1
+        """KV slots outside of the pool's blocks: `lookahead` for every row, one for every node, and one for padding."""
+        return self.max_rows * self.lookahead + self.max_sequences * self.nodes + 1
 
     def most_reads(self, branches: bool) -> int:
         return self.reads if branches else self.most_written_reads or self.reads

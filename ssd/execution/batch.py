@@ -237,11 +237,16 @@ class BatchInputs:
             tiles=self["tiles"].view(2, -1),
             prefill_tiles=self["prefill_tiles"].view(2, -1) if self.prefill else None,
             logit_rows=self._gather if self.gather else None,
-            tree=None if self.tree is None else TreePaths(self.tree.paths, self.tree.shared),
+            tree=self._paths(self.slot_mappings[0]),
         )
-        others = zip(self.slot_mappings[1:], tables[1:], strict=True)
-        own = tuple(replace(batch, slot_mapping=slots, block_tables=blocks[:, 1:]) for slots, blocks in others)
+        own = tuple(
+            replace(batch, slot_mapping=slots, block_tables=blocks[:, 1:], tree=self._paths(slots))
+            for slots, blocks in zip(self.slot_mappings[1:], tables[1:], strict=True)
+        )
         return replace(batch, others=own) if own else batch
+
+    def _paths(self, slot_mapping: torch.Tensor) -> TreePaths | None:
+        return None if self.tree is None else TreePaths(self.tree.paths, self.tree.shared, slot_mapping)
 
     def decided(self, state: SequenceState) -> Rows:
         """The positions that the logit rows decide."""

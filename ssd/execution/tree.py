@@ -13,10 +13,13 @@ import numpy.typing as npt
 
 
 class DraftTree:
-    """`parents`: the node that each one is behind, which comes before it; -1: the last decided token."""
+    """`parents`: the node that each one is behind, which comes before it; -1: the last decided token.
+
+    What has another parent is no node, and never accepted. Its row is one behind the last decided token.
+    """
 
     def __init__(self, tokens: Seq[int], parents: Iterable[int]) -> None:
-        self._above = [-1, *(parent + 1 for parent in parents)]  # by row
+        self._above = [-1, *(parent + 1 if parent < i else 0 for i, parent in enumerate(parents))]  # by row
         self.before: list[list[int]] = [[]]  # draft tokens before the position that each row decides
         for token, above in zip(tokens, self._above[1:], strict=True):
             self.before.append([*self.before[above], token])

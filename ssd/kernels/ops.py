@@ -35,13 +35,14 @@ class Branches:
 
 
 class TreePaths(NamedTuple):
-    """Where queries that are nodes of token trees have their ancestors.
+    """Where queries that are nodes of token trees have their ancestors, whose rows are in this batch or in others.
 
     Position p of row r, from decided[r] on, is that of the row paths[r, p - decided[r]]: of an ancestor, or its own.
     """
 
     paths: torch.Tensor  # int32 [T, depth]
     decided: torch.Tensor  # int32 [T]: positions that are read through the block table; of other rows beyond them all
+    slots: torch.Tensor  # int32: the KV slot of each row that paths name
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class DeviceBatch:
     prefill_tiles: torch.Tensor | None  # likewise, of larger tiles for sequences with many query tokens
     logit_rows: torch.Tensor | None  # int64 [rows]; None: all rows in order
     branches: Branches | None = None  # every row is a branch (without prefill_tiles; context_len is not used)
-    tree: TreePaths | None = None  # positions are those of `positions` then (rows in prefill_tiles are no nodes)
+    # Positions are those of `positions` then, and context_len is not used (rows in prefill_tiles are no nodes).
+    tree: TreePaths | None = None
     others: tuple[DeviceBatch, ...] = ()  # the same for further groups of layers, with their own KV slots and blocks
 
     def again(self) -> DeviceBatch:
@@ -75,7 +77,7 @@ class DeviceBatch:
         """Where it is, and its shape: what the calls of a forward pass on a CPU depend on."""
         tables, ids = self.block_tables, self.token_ids
         others = (self.positions, self.slot_mapping, self.query_start, self.context_len, self.table_rows)
-        tree = () if self.tree is None else (self.tree.paths.data_ptr(), self.tree.decided.data_ptr())
+        tree = () if self.tree is None else tuple(each.data_ptr() for each in self.tree)
         branches = () if self.branches is None else self.branches.memory
         return (
             *(ids.data_ptr(), len(ids), ids.dtype, len(self.table_rows), branches, tree),

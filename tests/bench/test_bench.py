@@ -255,6 +255,11 @@ def test_methods_are_spelled() -> None:
         ("tree 16 k=5", {"mode": "sd", "draft": "d", "tree": 16, "k": 5, "acceptance": "rejection"}),
         ("tree 8 k=2", {"mode": "sd", "draft": "d", "tree": 8, "k": 2, "acceptance": "rejection"}),
     ]
+    [ahead] = methods_of("ssd-tree:16:6", "d", 5, {"budget": 8, "fan_out": 3, "suffix_cache_tokens": 5})
+    assert (ahead.name, ahead.speculation) == (
+        "ssd-tree 16 k=6",
+        {"mode": "ssd", "draft": "d", "tree": 16, "k": 6, "budget": 8},
+    )
     with pytest.raises(ConfigError, match="tree=16: a tree is a method of its own here: name tree:16"):
         methods_of("sd", "d", 4, {"tree": 16})
     for wrong in ("", "fast", "ar:3", "ar,ar"):
@@ -322,7 +327,8 @@ def test_methods_with_an_eagle_head_share_an_engine(tmp_path: Path) -> None:
 @pytest.mark.parametrize("draft", mostly_slow(["tiny-llama-draft", "tiny-llama-eagle"], fast={"tiny-llama-eagle"}))
 def test_trees_share_an_engine_with_chains(draft: str) -> None:
     """Catches a chain that is verified as a tree, and a tree that is no better than a chain of its length."""
-    methods = methods_of("ar,tree:3:2,sd:4,tree:16:4", draft, 4, {})
+    ahead = "" if draft.endswith("eagle") else ",ssd:4,ssd-tree:16:4"
+    methods = methods_of(f"ar,tree:3:2,sd:4,tree:16:4{ahead}", draft, 4, {"placement": "inline", "backup": "jit"})
     ours = our_contenders("tiny-llama", methods, batch=2, device="cpu", prefix_caching=False, max_model_len=256)
     assert len({id(contender.llm) for contender in ours}) == 1
     workload = load_workload("gsm8k", open_checkpoint("tiny-llama").tokenizer(), count=2)
@@ -334,9 +340,14 @@ def test_trees_share_an_engine_with_chains(draft: str) -> None:
     assert accepted["ar"] == 1.0
     assert 1.0 < accepted["tree 3 k=2"] <= 3.0
     assert accepted["sd k=4"] < accepted["tree 16 k=4"] <= 5.0
+    if ahead:
+        assert accepted["ssd k=4"] < accepted["ssd-tree 16 k=4"] <= 5.0
+        assert rows["ssd-tree 16 k=4"]["hit_rate"] > 0.4
     ours[0].close()
-    with pytest.raises(ConfigError, match="tree and ssd with a draft on the target's device have no engine in common"):
-        our_contenders("tiny-llama", methods_of("tree:8,ssd", draft, 4, {"placement": "inline"}), batch=1, device="cpu")
+    for other in ("auto", "ssd")[: 1 if ahead else 2]:
+        wrong = methods_of(f"tree:8,{other}", draft, 4, {"placement": "inline"})
+        with pytest.raises(ConfigError, match=r"trees and .* have no engine in common"):
+            our_contenders("tiny-llama", wrong, batch=1, device="cpu")
 
 
 def test_prompts_are_cut_and_chosen() -> None:

@@ -248,6 +248,17 @@ def test_a_page_is_well_formed_too(tmp_path: Path) -> None:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
+def test_it_explains_trees(ahead: LLM) -> None:
+    """The text is that of chains, and the drafts have as many tokens as the trees have nodes."""
+    options = "--k", "3", "--tree", "6", "--max-tokens", "16", "-t", "0.8", "--seed", "3"
+    done = explain("tiny-llama", PROMPT, *options, "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.stdout.split())
+    assert "drafts trees of 6 tokens, 3 on a path, a round and prepares for up to 16 outcomes" in said
+    text = ahead.generate(PROMPT, SamplingParams(temperature=0.8, seed=3, max_new_tokens=16))[0].text
+    assert " ".join(text.split()) in said
+
+
 @pytest.mark.parametrize("name", ["paths.svg", "paths.html"])
 def test_it_explains_and_draws(tmp_path: Path, name: str) -> None:
     options = ("--max-tokens", "12", "--k", "3", "--budget", "5", "--fan-out", "2", "-t", "0.5", "--seed", "7")

@@ -150,6 +150,7 @@ SPECULATIONS: dict[str, dict[str, Any]] = {
     "ssd-2": ssd(k=2, backup="jit"),
     "suffix": {"mode": "sd", "draft": "suffix", "k": 4},
     "tree": sd(draft="tiny-llama-eagle", k=4, tree=12),
+    "ssd-tree": ssd(k=2, tree=20, backup="fast"),  # trees that have fewer nodes than there is room for
 }
 
 
@@ -169,6 +170,7 @@ def test_same_text_with_drafts(alone: list[RequestOutput], speculation: str) -> 
         pytest.param(sd(k=3), id="sd", marks=pytest.mark.slow),
         pytest.param(ssd(k=3, backup="fast"), id="ssd"),
         pytest.param(SPECULATIONS["tree"], id="tree", marks=pytest.mark.slow),
+        pytest.param(SPECULATIONS["ssd-tree"], id="ssd-tree", marks=pytest.mark.slow),
     ],
 )
 def test_same_text_with_rounds_in_flight(alone: list[RequestOutput], speculation: dict[str, Any] | None) -> None:

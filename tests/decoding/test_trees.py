@@ -17,9 +17,11 @@ from engine_machine import EngineMachine
 from hypothesis import HealthCheck, settings
 from random_requests import MAX_LEN, Alone, Models, answers_alone, check_answers, make_models, play, random_requests
 
-from ssd import LLM
+from ssd import LLM, SamplingParams
 from ssd.drafting.arms import Arm, ArmTimes
 from ssd.drafting.controller import DepthController
+from ssd.errors import ConfigError
+from ssd.execution.tree import DraftTree
 
 _CHECKS = list(HealthCheck)
 
@@ -50,6 +52,40 @@ LongTreeMachine.TestCase.settings = settings(
     max_examples=300, stateful_step_count=50, deadline=None, suppress_health_check=_CHECKS
 )
 TestLongTreeMachine = pytest.mark.slow(LongTreeMachine.TestCase)
+
+
+def test_what_is_no_node_is_behind_the_last_decided_token() -> None:
+    """On the host, too, where masks and logits are made for every row: catches a parent that is not there."""
+    assert DraftTree([7, 8, 9], [-1, 0, 3]).before == [[], [7], [7, 8], [9]]
+
+
+# --- over the bundled models -----------------------------------------------------------------------------------------
+
+TEXTS = ["There was once a poor woodcutter who", "def add(a, b):", "Mr. Holmes sat by the fire, and", "import os\n"] * 2
+
+
+@pytest.mark.parametrize(("batch", "count"), [(1, 2), (8, 8)])
+def test_prepared_trees_are_worth_it(batch: int, count: int) -> None:
+    """SSD with trees: the text of plain decoding, drafts that had been prepared, and more tokens a round than with
+    chains."""
+    params = [
+        SamplingParams(temperature=float(i % 2), seed=i, max_new_tokens=24, ignore_eos=True) for i in range(count)
+    ]
+    texts, rounds = [], []
+    chains = {"mode": "ssd", "draft": "tiny-llama-draft", "k": 4, "placement": "inline", "backup": "jit"}
+    for speculation in (None, chains, chains | {"tree": 16}):
+        with LLM("tiny-llama", device="cpu", max_num_seqs=batch, speculation=speculation) as llm:
+            outputs = llm.generate(TEXTS[:count], params)
+            texts.append([output.token_ids for output in outputs])
+            rounds.append(sum(output.metrics.rounds for output in outputs))
+            assert llm.engine.metrics.drafter_failures == 0
+            assert speculation is None or llm.engine.metrics.ssd_hit_rate > 0.3
+            if speculation is not None and "tree" in speculation:
+                with pytest.raises(ConfigError, match="hits are drawn for chains only"):
+                    llm.engine.round.drafter.pin_hits(0.5)
+    assert texts[1] == texts[0]
+    assert texts[2] == texts[0]
+    assert rounds[2] < rounds[1] < rounds[0]
 
 
 # --- over models ------------------------------------------------------------------------------------------------------
@@ -107,20 +143,24 @@ def test_chains_and_trees_take_turns(models: Models, alone: Alone, draft: str, r
 
 
 @pytest.mark.parametrize(
-    ("draft", "memory", "run_ahead"),
+    ("mode", "draft", "memory", "run_ahead"),
     mostly_slow(
-        list(itertools.product(("noisy", "stranger", "head", "mtp-head", "block"), MEMORY, (False, True))),
+        [
+            *itertools.product(("sd",), ("noisy", "stranger", "head", "mtp-head", "block"), MEMORY, (False, True)),
+            *itertools.product(("ssd",), ("noisy", "stranger"), MEMORY, (False, True)),
+        ],
         fast={
-            ("noisy", "none to spare", True),
-            ("head", "little", True),
-            ("mtp-head", "one at a time", False),
-            ("block", "large blocks", False),
+            ("sd", "noisy", "none to spare", True),
+            ("sd", "head", "little", True),
+            ("sd", "mtp-head", "one at a time", False),
+            ("sd", "block", "large blocks", False),
+            ("ssd", "noisy", "none to spare", True),
         },
     ),
 )
-def test_everything_at_once(models: Models, alone: Alone, draft: str, memory: str, run_ahead: bool) -> None:
+def test_everything_at_once(models: Models, alone: Alone, mode: str, draft: str, memory: str, run_ahead: bool) -> None:
     """Random requests with all parameters, aborts, preemptions and a prefix cache: the texts of plain decoding."""
-    speculation = {"mode": "sd", "draft": models.drafts[draft], "k": 3, "tree": 7}
+    speculation = {"mode": mode, "draft": models.drafts[draft], "k": 3, "tree": 7}
     options = MEMORY[memory] | {"device": "cpu", "max_model_len": MAX_LEN}
     with LLM(models.target, speculation=speculation, **options) as llm:
         llm.driver.call(lambda engine: setattr(engine.round, "run_ahead", run_ahead))
@@ -128,3 +168,5 @@ def test_everything_at_once(models: Models, alone: Alone, draft: str, memory: st
             requests = random_requests(10, seed)
             outputs = llm.driver.call(lambda engine, r=requests, s=seed: play(engine, r, preempt=0.03, seed=s))
             check_answers(requests, outputs, alone(10, seed))
+        assert llm.engine.metrics.drafter_failures == 0
+        assert mode == "sd" or draft == "stranger" or llm.engine.metrics.ssd_rounds["hit"] > 5

@@ -1,5 +1,5 @@
-"""The trees that draft models, EAGLE heads and block drafts write are the best ones, by the logits of a plain
-implementation.
+"""The trees that draft models, EAGLE heads and block drafts write, and those that draft models prepare, are the best
+ones, by the logits of a plain implementation.
 
 That holds only if every beam reads the KV and hidden states of its own path, and if those of what was accepted are
 where the next draft begins. Wrong ones cost nothing but speed: nobody would notice.
@@ -22,7 +22,8 @@ from eagle_heads import Head, make_head
 from eagle_observers import FEW
 
 from ssd import LLM, SamplingParams
-from ssd.core import Proposal, Work
+from ssd.core import Origin, Proposal, Work
+from ssd.drafting.fan_out import RANKS
 from ssd.drafting.tree import MOST_BEAMS
 from ssd.sampling import noise
 
@@ -47,6 +48,21 @@ class Plain:
 Draft = Plain | Head | Block
 
 
+def ranked(
+    logits: torch.Tensor, position: int, params: SamplingParams, seed: int, count: int = MOST_BEAMS
+) -> list[tuple[int, float]]:
+    """The best tokens at a position and the logarithms of how likely they are."""
+    logits = logits.clone()
+    if params.logit_bias:
+        logits[list(FEW)] += 100.0
+    if params.temperature:
+        noises = noise.gumbel([noise.position_key(seed, position)], len(logits), logits.device)
+        logits = logits / params.temperature + noises[0]
+    values, chosen = logits.topk(count)
+    found = zip(chosen.tolist(), values.log_softmax(0).tolist(), strict=True)
+    return [(token, score) for token, score in found if score > -torch.inf]
+
+
 def best_tree(draft: Draft, tokens: Seq[int], params: SamplingParams, seed: int) -> Paths:
     """The paths of all nodes, taken from the best to the worst."""
     found: Paths = set()
@@ -57,16 +73,9 @@ def best_tree(draft: Draft, tokens: Seq[int], params: SamplingParams, seed: int)
         if len(path) == DEPTH:
             continue
         count = DEPTH if isinstance(draft, Block) else len(path) + 1  # a block depends on how many it writes
-        logits = draft.draft(tokens, count, None, path)[1][len(path)].clone()
-        if params.logit_bias:
-            logits[[token for token in range(len(logits)) if token not in FEW]] = -torch.inf
-        if params.temperature:
-            key = noise.position_key(seed, len(tokens) + len(path))
-            logits = logits / params.temperature + noise.gumbel([key], len(logits), logits.device)[0]
-        values, chosen = logits.topk(MOST_BEAMS)
-        for score, token in zip(values.log_softmax(0).tolist(), chosen.tolist(), strict=True):
-            if score > -torch.inf:
-                heapq.heappush(heap, (cost - score, (*path, token)))
+        logits = draft.draft(tokens, count, None, path)[1][len(path)]
+        for token, score in ranked(logits, len(tokens) + len(path), params, seed):
+            heapq.heappush(heap, (cost - score, (*path, token)))
     return found - {()}
 
 
@@ -139,3 +148,94 @@ def test_trees_are_the_best_ones(make_model: Callable[[str], TestModel], tmp_pat
     assert not bias or {0, 1, 2} <= set(trees.accepted)
     others = [pair for pair in trees.seen if pair[0] != pair[1]]
     assert len(others) <= (1 - SHARE) * len(trees.seen), others
+
+
+# --- trees that are prepared ------------------------------------------------------------------------------------------
+
+WIDTH, COMPARED = 6, 24
+Forest = dict[tuple[int, int], tuple[int, ...]]  # by outcome, the tokens of its tree, the best first
+
+
+def best_forest(
+    draft: Plain, tokens: Seq[int], tree: list[tuple[int, ...]], params: SamplingParams, seed: int
+) -> Forest:
+    """`tree`: the paths of its nodes. An outcome is the number of accepted nodes and the token behind them."""
+
+    def following(path: tuple[int, ...], count: int) -> list[tuple[int, float]]:
+        logits = draft.draft(tokens, 1, None, path)[1][0]
+        return ranked(logits, len(tokens) + len(path), params, seed, count)
+
+    reached, outcomes = {(): 0.0}, list[tuple[float, tuple[int, ...]]]()
+    for path in sorted([(), *tree], key=len):
+        best = following(path, RANKS)
+        for node in (node for node in tree if node[:-1] == path):
+            reached[node] = reached[path] + dict(best).get(node[-1], best[-1][1])
+        outcomes += [(reached[path] + score, (*path, token)) for token, score in best if (*path, token) not in tree]
+    roots = sorted(outcomes, reverse=True)[:WIDTH]
+    trees: dict[tuple[int, ...], list[tuple[float, int]]] = {root: [] for _, root in roots}
+    beams = [(score, root, root) for score, root in roots]
+    for _ in range(DEPTH):
+        level = []
+        for score, path, root in beams:
+            for token, own in following(path, MOST_BEAMS)[:NODES]:
+                level.append((score + own, (*path, token), root))
+                trees[root].append((score + own, token))
+        beams = sorted(level, reverse=True)[:WIDTH]
+    found = {root: tuple(token for _, token in sorted(nodes, reverse=True)[:NODES]) for root, nodes in trees.items()}
+    return {(len(root) - 1, root[-1]): found[root] for _, root in reversed(roots)}  # of equal keys the likelier one
+
+
+class SeenForests:
+    """What is prepared in each round, beside the best trees; and where the outcomes were."""
+
+    def __init__(self, llm: LLM, draft: Plain) -> None:
+        self.seen: list[tuple[Forest, Forest]] = []
+        self.depths: set[int] = set()  # of the nodes that outcomes are behind
+        self._state, self._draft = llm.engine.round.target.state, draft
+        self._prepare = llm.engine.round.drafter.prepare
+        self._drafter = llm.engine.round.drafter
+        llm.engine.round.drafter.prepare = self.prepare  # type: ignore[method-assign]
+
+    def prepare(self, works: Seq[Work]) -> None:
+        self._prepare(works)
+        assert self._state.tree is not None
+        for work in works:
+            paths: list[tuple[int, ...]] = []
+            both = (each[work.slot].tolist() for each in (self._state.drafts, self._state.tree.parents))
+            for token, parent in zip(*(each[: work.proposal.num_tokens] for each in both), strict=True):
+                if parent == NODES:  # and so have all others: there are no more nodes
+                    break
+                paths.append((*(paths[parent] if parent >= 0 else ()), token))
+            found = self._drafter.prepared(work.sequence)
+            looked_up = work.proposal.origin is Origin.HIT  # mostly; after that the tree has scores of a forest
+            if len(self.seen) == COMPARED or not found or not (looked_up or len(self.seen) < COMPARED // 4):
+                continue
+            sequence = work.sequence
+            best = best_forest(self._draft, sequence.tokens, paths, sequence.params, sequence.seed)
+            self.seen.append((dict(found), best))
+            self.depths |= {after for after, _ in found}
+
+
+@pytest.mark.parametrize("kind", mostly_slow(["qwen2", "mistral-windows", "glm4-moe-lite"], fast={"qwen2"}))
+def test_prepared_trees_are_the_best_ones(make_model: Callable[[str], TestModel], kind: str) -> None:
+    """Behind nodes of all depths, at T = 0 and above, in prompts that are read in chunks and in batches."""
+    target, draft = make_model("llama-tied"), Plain(make_model(kind))
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_num_seqs": 3, "block_size": 4}
+    options |= {"max_num_batched_tokens": 40, "max_model_len": 100}
+    speculation = {"mode": "ssd", "draft": draft.path, "k": DEPTH, "tree": NODES, "budget": WIDTH}
+    bias = dict.fromkeys(FEW, 100.0)
+    params = [
+        SamplingParams(temperature=(0.0, 1.0, 0.7)[i % 3], seed=i, logit_bias=bias, max_new_tokens=26, ignore_eos=True)
+        for i in range(len(PROMPTS))
+    ]
+    with LLM(target.path, speculation=speculation, **options) as llm:
+        forests = SeenForests(llm, draft)
+        outputs = llm.generate(PROMPTS, params)
+        assert llm.engine.metrics.drafter_failures == 0
+        assert llm.engine.metrics.ssd_hit_rate > 0.2
+    with LLM(target.path, **options) as llm:
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in llm.generate(PROMPTS, params)]
+    assert len(forests.seen) == COMPARED
+    assert {0, 1, 2} <= forests.depths
+    others = [pair for pair in forests.seen if pair[0] != pair[1]]
+    assert len(others) <= (1 - SHARE) * len(forests.seen), others

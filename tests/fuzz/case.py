@@ -129,6 +129,7 @@ def random_case(seed: int, *, processes: bool = True) -> Case:
     model = _of_another_kind(dice.choice([*plain, *plain, *BUNDLED]), seed)
     speculation = _with_replicas(_with_head(_speculation(dice, model, processes), model, seed), seed)
     speculation = _with_tree(_with_suffix(_with_auto(speculation, seed, processes), seed), model, seed)
+    speculation = _with_prepared_tree(speculation, seed)
     calls = [_call(dice, asked) for asked in random_requests(dice.randint(1, 10), dice.randrange(1 << 30))]
     calls = [_with_dead_end(_with_order_and_form(call, model), model) for call in calls]
     if speculation.get("acceptance") == "rejection":  # at T > 0 the text is another sample
@@ -262,6 +263,17 @@ def _with_tree(speculation: dict[str, Any], model: str, seed: int) -> dict[str, 
     nodes = max(2, speculation["k"] * own.choice([1, 2, 3]) + own.choice([0, 1]))
     draft = speculation["draft"] if own.random() < 0.3 else draft
     return speculation | {"draft": draft, "tree": nodes if own.random() < 0.7 else "auto"}
+
+
+def _with_prepared_tree(speculation: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Perhaps with trees that are prepared. Other seeds give the same case as before these were known."""
+    own = random.Random(f"prepared tree {seed}")
+    model = speculation.get("draft") in (*DRAFTS, *BUNDLED.values()) and speculation.get("placement") == "inline"
+    chains = "acceptance" in speculation or "auto" in (speculation.get("k"), speculation.get("budget"))
+    if speculation.get("mode") != "ssd" or not model or chains or own.random() < 0.5:
+        return speculation
+    kept = {name: value for name, value in speculation.items() if not name.startswith("fan_out")}
+    return kept | {"tree": max(2, speculation["k"] * own.choice([1, 2, 3]) + own.choice([0, 1]))}
 
 
 def _call(dice: random.Random, asked: Asked) -> Call:

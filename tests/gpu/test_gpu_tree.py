@@ -78,8 +78,9 @@ def test_trees_write_what_plain_decoding_writes(
     options = {"device": "cuda", "max_num_seqs": 8, "num_kv_blocks": 512} | options
     with LLM(target.path, **options) as llm:
         expected = answers(llm, prompts, params)
-    for tree in (6, 20, "auto"):  # more rows than a few, too
-        speculation = {"mode": "sd", "draft": path, "k": 4, "tree": tree}
+    ahead = [("ssd", 6), ("ssd", 20)] if draft == "model" else []
+    for mode, tree in [("sd", 6), ("sd", 20), ("sd", "auto"), *ahead]:  # more rows than a few, too
+        speculation = {"mode": mode, "draft": path, "k": 4, "tree": tree}
         with LLM(target.path, speculation=speculation, **options) as llm:
             assert answers(llm, prompts, params) == expected
             assert llm.engine.metrics.spec_decode_num_accepted_tokens > 0
@@ -91,7 +92,23 @@ def test_long_contexts_have_the_bits_of_chains() -> None:
     text = [(7 * i * i + 3 * i) % 4000 + 10 for i in range(1100)]
     prompts = [text[i : i + length] for i, length in enumerate((470, 495, 505, 511, 900, 1010))]
     found = []
-    for speculation in (None, {"mode": "sd", "draft": "tiny-llama-eagle", "k": 5, "tree": 24}):
+    trees = {"mode": "sd", "draft": "tiny-llama-eagle", "k": 5, "tree": 24}
+    for speculation in (None, trees, trees | {"mode": "ssd", "draft": "tiny-llama-draft"}):
         with LLM("tiny-llama", device="cuda", max_num_seqs=8, num_kv_blocks=512, speculation=speculation) as llm:
             found.append(answers(llm, prompts, params))
     assert found[0] == found[1]
+    assert found[0] == found[2]
+
+
+@pytest.mark.parametrize("batch", [1, 6])
+def test_prepared_trees_are_worth_it(batch: int) -> None:
+    """More tokens a round than with chains, and drafts that had been prepared: catches KV that a path does not find."""
+    params = [SamplingParams(temperature=i % 2, seed=i, max_new_tokens=64, ignore_eos=True) for i in range(6)]
+    prompts = ["There was once a poor woodcutter who", "def add(a, b):", "Mr. Holmes sat by the fire, and"] * 2
+    rounds = []
+    chains = {"mode": "ssd", "draft": "tiny-llama-draft", "k": 4, "backup": "jit"}
+    for speculation in (chains, chains | {"tree": 16}):
+        with LLM("tiny-llama", device="cuda", max_num_seqs=batch, speculation=speculation) as llm:
+            rounds.append(sum(output.metrics.rounds for output in llm.generate(prompts, params)))
+            assert llm.engine.metrics.ssd_hit_rate > 0.3
+    assert rounds[1] < rounds[0]

@@ -211,7 +211,7 @@ def test_attention(architecture: int, dtype: torch.dtype, heads: HeadShape, fp8:
         for own in (heads, replace(heads, window=4096)):
             attention.paged_attention(q, batch(prefill=True), own, kv, kv, workspace, sinks=sinks)
             attention.paged_attention(q, batch(), own, kv, kv, workspace, sinks=sinks)
-            paths = TreePaths(ints(8, 5), ints(8))
+            paths = TreePaths(ints(8, 5), ints(8), ints(8))
             attention.paged_attention(q, batch(tree=paths), own, kv, kv, workspace, sinks=sinks)
         for own in (heads, replace(heads, first_position=1), replace(heads, window=4096)) if not fp8 else ():
             attention.paged_attention(q, batch(branches=Branches(3, 8)), own, kv, kv, workspace, sinks=sinks)

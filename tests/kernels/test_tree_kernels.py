@@ -62,7 +62,7 @@ def test_levels(n: int, children: int) -> None:
 @pytest.mark.parametrize("nodes", [3, 8, 21])
 @pytest.mark.parametrize("total", [9, 136])
 def test_the_best_are_kept_in_order(nodes: int, total: int) -> None:
-    """Of equal scores the first; where candidates are few, the other nodes have no parent."""
+    """Of equal scores the first; where candidates are few, or score -inf, the other nodes have no parent."""
     torch.manual_seed(total)
     above = torch.tensor([[i // 8 - 1 for i in range(total)]] * 3).int()
     scores = torch.randint(-20, 0, (3, total)).float().sort(dim=1, descending=True).values
@@ -78,3 +78,4 @@ def test_the_best_are_kept_in_order(nodes: int, total: int) -> None:
         assert torch.equal(own, other)
     parents = results[0][0][4]
     assert all(int(parent) < place for place, parent in enumerate(parents) if place < total)
+    assert results[0][0][2].tolist()[4:] == [nodes] * (nodes - 4)

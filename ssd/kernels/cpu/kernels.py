@@ -283,7 +283,7 @@ class Kernels:
         scales: KVScales = UNSCALED,
         sinks: Tensor | None = None,
         value_dim: int | None = None,
-        tree: tuple[Tensor, Tensor, TreePaths] | None = None,
+        tree: tuple[Tensor, TreePaths] | None = None,
     ) -> Tensor:
         """Causal attention of `q` [T, H, D] over paged caches -> [T, H, D], or `value_dim` columns in place of D: then
         both caches are the same, and values are the first columns of keys.
@@ -294,8 +294,8 @@ class Kernels:
 
         `branches`: positions and slots (int32 [T]; slot < 0: padding) of queries that are the newest tokens of
         branches, and how many tokens each branch has before it (int32 [T] where they differ). A query sees its
-        sequence up to the branch, then the branch; `context_len` is not used. `tree`: positions and slots of all
-        queries, and the paths of those that are nodes of trees. `first`: positions of a sequence before it are not
+        sequence up to the branch, then the branch; `context_len` is not used. `tree`: positions of all queries, and
+        the paths of those that are nodes of trees. `first`: positions of a sequence before it are not
         seen. `window`: positions that a query sees, its own included; 0: all. `sinks`: see `Ops.attention`.
         """
         if sinks is not None and (sinks.dtype is not torch.float32 or sinks.shape != q.shape[1:2]):
@@ -305,7 +305,7 @@ class Kernels:
         positions, slots, depth = branches or (None, None, 0)
         paths, decided = None, None
         if tree is not None:
-            positions, slots, (paths, decided) = tree
+            positions, (paths, decided, slots) = tree
         self._paged_attention(
             cache=_cache(k_cache, v_cache, scales, value_dim),
             q=q.data_ptr(),
@@ -330,6 +330,7 @@ class Kernels:
             paths=address(paths),
             decided=address(decided),
             path_columns=0 if paths is None else paths.shape[1],
+            path_rows=0 if slots is None else len(slots),
             first=first,
             window=window,
             bf16=q.dtype is torch.bfloat16,

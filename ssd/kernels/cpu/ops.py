@@ -127,7 +127,7 @@ class CpuOps(SharedOps):
         own = batch.branches
         depth = 0 if own is None else own.depth if own.depths is None else own.depths
         branches = None if own is None else (batch.positions, batch.slot_mapping, depth)
-        tree = None if batch.tree is None else (batch.positions, batch.slot_mapping, batch.tree)
+        tree = None if batch.tree is None else (batch.positions, batch.tree)
         out = self.kernels.paged_attention(
             *(q, k_cache, v_cache, batch.query_start, batch.context_len, batch.block_tables, batch.table_rows),
             heads.scale,

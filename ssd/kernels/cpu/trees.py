@@ -53,6 +53,7 @@ def keep(
     chosen = order[:, :nodes]
     behind = above.gather(1, chosen).long()
     found = torch.where(behind < 0, -1, place.gather(1, behind.clamp(min=0))).int()
+    found = torch.where(scores.gather(1, chosen) > -torch.inf, found, nodes)
     rows, left = slots.long(), nodes - chosen.shape[1]
     parents[rows] = pad(found, (0, left), value=nodes)
     drafts[rows] = pad(tokens.gather(1, chosen), (0, left))

@@ -112,7 +112,7 @@ class PersistentStep:
 
     def takes(self, batch: DeviceBatch) -> bool:
         sizes = len(batch.token_ids), len(batch.table_rows), batch.tiles.shape[1]
-        return batch.prefill_tiles is None and max(sizes) <= MAX_ROWS
+        return batch.prefill_tiles is None and batch.tree is None and max(sizes) <= MAX_ROWS
 
     def __call__(self, batch: DeviceBatch) -> torch.Tensor:
         """Float32 logits of the batch's logit rows; writes KV."""

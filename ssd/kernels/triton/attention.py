@@ -677,10 +677,10 @@ def paged_attention(
     elif batch.tiles.shape[1]:
         items, _, planned = workspace.items(batch, heads)
         depth, width = branch_columns(batch)
-        paths, decided = batch.tree or (None, None)
+        paths, decided, slots = batch.tree or (None, None, batch.slot_mapping)
         _decode_kernel[(num_kv_heads, len(items))](
             *(q, k, v, k_cache, v_cache, out, workspace.partial, workspace.stats, workspace.count, items),
-            *(batch.block_tables, batch.positions, batch.slot_mapping, sinks, paths, decided),
+            *(batch.block_tables, batch.positions, slots, sinks, paths, decided),
             *(table_stride, slot_stride, *softmax, depth),
             **shape,
             BLOCK_M=tile_rows(heads, False),

@@ -370,12 +370,12 @@ def latent_attention(
 
     def launch(grid: tuple[int, int], items: torch.Tensor | None, depth: int, **options: int | bool) -> None:
         """Decode-size tiles have items, others not."""
-        tiles, (paths, decided) = batch.prefill_tiles, batch.tree or (None, None)
+        tiles, (paths, decided, slots) = batch.prefill_tiles, batch.tree or (None, None, batch.slot_mapping)
         prefill = items is None
         _attention_kernel[grid](
             *(q, k, rope, cache, out, workspace.partial, workspace.stats, items, tiles if prefill else None),
             *(batch.query_start, batch.context_len, batch.block_tables, batch.table_rows, batch.positions),
-            *(batch.slot_mapping, None if prefill else paths, None if prefill else decided),
+            *(slots, None if prefill else paths, None if prefill else decided),
             *(grid[1], batch.block_tables.stride(0), cache.stride(1), softmax, depth),
             **sizes,
             BLOCK_M=tile_rows(heads, prefill),

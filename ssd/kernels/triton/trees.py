@@ -113,6 +113,7 @@ def _keep_kernel(
     kept = (i < total) & (place < nodes)
     above = tl.load(above_ptr + own + i, mask=kept, other=-1)
     parent = tl.load(place_ptr + own + above, mask=kept & (above >= 0), other=-1)
+    parent = tl.where(score > float("-inf"), parent, nodes)
     to = slot * stride + place
     tl.store(parents_ptr + to, parent, mask=kept)
     tl.store(drafts_ptr + to, tl.load(tokens_ptr + own + i, mask=kept, other=0), mask=kept)
@@ -133,7 +134,8 @@ def keep(
     origin: int,
 ) -> None:
     """Makes the best candidates the drafts of the sequences in these slots, from the best to the worst; of equal ones
-    the first. With fewer candidates than nodes, the others have `nodes` as parent, which is none of them."""
+    the first. With fewer candidates than nodes, the others have `nodes` as parent, which is none of them; so have those
+    with a score of -inf."""
     (n, total), nodes = candidates.scores.shape, drafts.shape[1]
     assert parents.stride(0) == drafts.stride(0)
     place = torch.empty((n, total), dtype=torch.int32, device=drafts.device)

@@ -72,12 +72,12 @@ static int attention_fits(const struct attention_args *a, long seq) {
         long next = shared_positions(a, seq, row), decided = a->paths ? a->decided[row] : next;
         if (next - decided > a->path_columns) return 0;
         for (long position = decided; position < next; position++)
-            if (outside(a->paths[row * a->path_columns + position - decided], a->tokens) ||
+            if (outside(a->paths[row * a->path_columns + position - decided], a->path_rows) ||
                 path_slot(a, row, position) >= a->cache_blocks * a->block_size)
                 return 0;
         first = min_l(first, first_seen(a, seq, row));
         end = max_l(end, min_l(next, decided));
-        const long slot = a->slots ? a->slots[row] : 0, depth = depth_of(a, row);
+        const long slot = is_branch(a) ? a->slots[row] : 0, depth = depth_of(a, row);
         if (own_slots(a, row) && (depth < 0 || slot < depth || slot >= a->cache_blocks * a->block_size)) return 0;
     }
     if (end <= first) return 1;

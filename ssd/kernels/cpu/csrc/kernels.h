@@ -149,11 +149,11 @@ struct paged_attention { /* see attention.h */
     long tokens, sequences, tables, columns, table_stride, heads; /* tables, columns: of the block tables */
     float scale;        /* of the scores, with that of the keys */
     const float *sinks; /* of the heads: scores that have no value; NULL: none */
-    const int32_t *positions, *slots; /* NULL: neither branches nor trees */
+    const int32_t *positions, *slots; /* slots of trees: [path_rows]; NULL: neither branches nor trees */
     long depth;                       /* of branches */
     const int32_t *depths;            /* of each row's branch, in place of `depth`; NULL: that */
     const int32_t *paths, *decided;   /* of trees: [tokens][path_columns], [tokens]; NULL: no trees */
-    long path_columns;
+    long path_columns, path_rows;     /* rows: that paths name */
     long first;  /* positions before it are not seen */
     long window; /* positions that a row sees, its own included; 0: all */
     int bf16;
