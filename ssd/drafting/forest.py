@@ -404,4 +404,4 @@ def _of_rows(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 def _each_times(values: torch.Tensor, count: int) -> torch.Tensor:
     """Each of the values [rows, columns] so many times, one after the other: [rows, columns * count]."""
-    return values[:, :, None].expand(-1, -1, count).flatten(1)
+    return values.repeat_interleave(count, dim=1)
