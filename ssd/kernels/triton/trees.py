@@ -12,7 +12,7 @@ from ssd.kernels.triton.compile import compiling
 _BLOCK = 32  # candidates that all others are compared with at a time
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "total"])
 def _grow_kernel(
     tokens_ptr, scores_ptr, best_ptr, chosen_ptr,
     all_tokens_ptr, all_scores_ptr, all_above_ptr, beam_tokens_ptr, rows_ptr, next_best_ptr, next_chosen_ptr,
