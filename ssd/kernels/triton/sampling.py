@@ -555,7 +555,7 @@ def best(
     The constants are those of the noise generator, as signed int64.
     """
     rows, vocab_size = logits.shape
-    assert slots.is_contiguous() and positions.is_contiguous()
+    assert all(each.is_contiguous() for each in (slots, positions))
     chunks = triton.cdiv(vocab_size, _BLOCK)
     shapes = ((rows, chunks * count), (rows, count))
     chunk_ids, ids = (torch.empty(shape, dtype=torch.int32, device=logits.device) for shape in shapes)
