@@ -121,7 +121,7 @@ def worker_drafter(llm: LLM, args: argparse.Namespace, k: int, budget: int | str
         "draft_device": args.draft_device,
         "placement": "process",
     }
-    wanted = SpeculationConfig(**given(args, SpeculationConfig) | options | {"budget": budget, "draft_url": None})
+    wanted = SpeculationConfig(**given(args, SpeculationConfig) | options | {"budget": budget})
     device = torch.device(llm.config.device)
     speculation = placement.sized(placement.placed(wanted, device), open_checkpoint(args.draft), device)
     argv = [sys.executable, __file__, "--worker", str(delay)]
@@ -134,7 +134,7 @@ def worker_drafter(llm: LLM, args: argparse.Namespace, k: int, budget: int | str
 
 def server_drafter(llm: LLM, args: argparse.Namespace, k: int, budget: int | str) -> AbstractContextManager[Drafter]:
     """A draft in the draft server that `--draft-url` names."""
-    options = {"mode": "ssd", "draft_url": args.draft_url, "k": k, "budget": budget}
+    options = {"mode": "ssd", "draft_url": args.server, "k": k, "budget": budget}
     config = _config(llm, args, SpeculationConfig(**options))
     tokenizer = llm.tokenizer
     return _closing(
@@ -222,7 +222,7 @@ def compare(llm: LLM, sd: Drafter, prompts: list[Any], args: argparse.Namespace,
     for delay, k, budget in itertools.product(args.delays, args.k, args.budget):
         with worker_drafter(llm, args, k, budget, delay) as drafter:
             add("ssd", k, measure(llm, drafter, prompts, args, batch), delay, budget=budget)
-    for k, budget in itertools.product(args.k, args.budget if args.draft_url else ()):
+    for k, budget in itertools.product(args.k, args.budget if args.server else ()):
         with server_drafter(llm, args, k, budget) as drafter:
             add("ssd, server", k, measure(llm, drafter, prompts, args, batch), budget=budget)
     return rows
@@ -319,7 +319,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sd-draft", default="graft:tiny-qwen3-draft@qwen3-0.6b", help="SD's, on the target's GPU")
     parser.add_argument("--draft", default="tiny-qwen3-draft", help="SSD's, in a process of its own")
     parser.add_argument("--draft-device", default="cpu")
-    parser.add_argument("--draft-url", help="a draft server of the same draft: SSD is measured with it, too")
+    parser.add_argument(
+        "--draft-url", dest="server", help="a draft server of the same draft: SSD is measured with it, too"
+    )
     parser.add_argument("--k", type=int, nargs="+", default=[6, 8], help="SSD's draft lengths")
     parser.add_argument("--sd-k", type=int, nargs="+", default=[4, 6], help="SD's draft lengths")
     parser.add_argument(
