@@ -227,24 +227,20 @@ def _plan_kernel(
     row0 = tl.load(query_start_ptr + sequence, mask=live, other=0)
     num_queries = tl.load(query_start_ptr + sequence + 1, mask=live, other=0) - row0
     tokens = tl.minimum(num_queries - first, TOKENS)
-    if BRANCHES:
+    if BRANCHES or TREES:  # tokens are at positions of their own
+        before = -1  # what is shared ends so far before a token's position
+        if BRANCHES:
+            before = depth
         position = tl.zeros((BLOCK_T,), tl.int32)
         end = tl.zeros((BLOCK_T,), tl.int32)
         lowest = tl.full((BLOCK_T,), _FAR, tl.int32)
         for i in tl.static_range(TOKENS):
             real = live & (i < tokens)
-            real = real & (tl.load(slots_ptr + row0 + first + i, mask=real, other=-1) >= 0)
-            end = tl.maximum(end, tl.load(positions_ptr + row0 + first + i, mask=real, other=depth) - depth)
+            if BRANCHES:
+                real = real & (tl.load(slots_ptr + row0 + first + i, mask=real, other=-1) >= 0)
+            end = tl.maximum(end, tl.load(positions_ptr + row0 + first + i, mask=real, other=before) - before)
             if WINDOW:
                 lowest = tl.minimum(lowest, tl.load(positions_ptr + row0 + first + i, mask=real, other=_FAR))
-    elif TREES:
-        position = tl.zeros((BLOCK_T,), tl.int32)
-        end = tl.zeros((BLOCK_T,), tl.int32)
-        lowest = tl.full((BLOCK_T,), _FAR, tl.int32)
-        for i in tl.static_range(TOKENS):
-            real = live & (i < tokens)
-            end = tl.maximum(end, tl.load(positions_ptr + row0 + first + i, mask=real, other=-1) + 1)
-            lowest = tl.minimum(lowest, tl.load(positions_ptr + row0 + first + i, mask=real, other=_FAR))
     else:
         position = tl.load(context_len_ptr + sequence, mask=live, other=0) - num_queries + first
         end = position + tokens
