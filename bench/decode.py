@@ -20,9 +20,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import torch
-from random_weights import DISTINCT, RandomCheckpoint
+from random_weights import DISTINCT, PUBLISHED, RandomCheckpoint, experts_in
 
 from ssd.assembly.build import build_engine
 from ssd.assembly.open import open_checkpoint
@@ -37,6 +38,8 @@ from ssd.execution.runner import ModelRunner
 from ssd.execution.target import Target
 from ssd.grafts.export import config_json
 from ssd.grafts.shapes import SHAPES, shape_of
+from ssd.kernels.codes import TargetFormat
+from ssd.layers.formats import dense
 from ssd.models.checkpoint import Checkpoint
 from ssd.models.config import DecoderConfig
 
@@ -130,7 +133,8 @@ def bench_gpu(shape: str, args: argparse.Namespace) -> list[Row]:
     device = torch.device(args.device)
     speed = bandwidth(device)
     start = time.perf_counter()
-    plain = RandomCheckpoint(shape_of(shape), embedding=DISTINCT)
+    formats = experts_in(args.experts) if args.experts else dense
+    plain = RandomCheckpoint(shape_of(shape), embedding=DISTINCT, formats=formats)
     checkpoint = open_checkpoint(args.model) if args.model else plain
     longest = min(max(4096, args.prompt_len + args.new_tokens), checkpoint.config.max_position)
     config = EngineConfig(
@@ -139,24 +143,27 @@ def bench_gpu(shape: str, args: argparse.Namespace) -> list[Row]:
         max_model_len=longest,
         max_num_seqs=64,
         kv_cache_dtype=args.kv_cache_dtype,
+        quantization=args.quantization,
     )
     engine, config = build_engine(config, checkpoint)
     driver = Driver(engine)
     torch.cuda.synchronize()
-    rows: list[Row] = [
-        ("device", torch.cuda.get_device_name(device)),
-        ("model", described(args.model, checkpoint) if args.model else f"{shape}, bfloat16, random weights"),
-        ("KV cache", config.kv_dtype),
-        ("start-up (weights, kernels, graphs)", {"s": round(time.perf_counter() - start, 1)}),
-    ]
+    started = {"s": round(time.perf_counter() - start, 1)}
     assert isinstance(engine.round.target, Target)
     runner = engine.round.target.runner
+    named = f"{shape}, {runner.decoder.quantized or 'bfloat16'}, random weights"
+    rows: list[Row] = [
+        ("device", torch.cuda.get_device_name(device)),
+        ("model", described(args.model, checkpoint) if args.model else named),
+        ("KV cache", config.kv_dtype),
+        ("start-up (weights, kernels, graphs)", started),
+    ]
     floors = {n: streamed_bytes(runner.decoder, n) / speed for n in (1, 8, 16, 64)}  # seconds, by rows
     floor = {"ms": round(floors[1] * 1e3, 3), "GB": round(floors[1] * speed / 1e9, 2)}
     rows.append(("copy bandwidth", {"TB/s": round(speed / 1e12, 2)}))
     rows.append(("floor: one pass over the weights", floor))
     one = 0.0
-    sizes = ((1, 1, 512), (1, 8, 512), (8, 1, 512), (16, 1, 512), (1, 1, 4000), (8, 1, 16384))
+    sizes = ((1, 1, 512), (1, 8, 512), (8, 1, 512), (16, 1, 512), (64, 1, 512), (1, 1, 4000), (8, 1, 16384))
     for sequences, queries, context in sizes:
         if context > longest:
             continue
@@ -299,6 +306,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
+    parser.add_argument("--quantization", choices=get_args(TargetFormat), help="rounds the layers' weights (GPU only)")
+    parser.add_argument("--experts", choices=[*PUBLISHED], help="a published format of the experts (GPU only)")
     parser.add_argument("--no-transformers", action="store_true", help="skip the peer (GPU only)")
     parser.add_argument("--json", type=Path, help=HELP)
     return parser.parse_args()

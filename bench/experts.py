@@ -28,6 +28,7 @@ from typing import Any, Final, get_args
 
 import torch
 from linear import seconds, stored_bytes
+from random_weights import PUBLISHED, random_part
 
 from ssd.assembly.open import open_checkpoint
 from ssd.bench.floor import bandwidth
@@ -40,10 +41,6 @@ from ssd.kernels.device import kernels
 from ssd.kernels.ops import Ops
 from ssd.kernels.weights import Routing, Weight
 from ssd.layers.formats import DENSE, Use, WeightFormat
-from ssd.layers.formats.coded import Activations
-from ssd.layers.formats.compressed_tensors import PackedRows
-from ssd.layers.formats.fp8 import Unpacked
-from ssd.layers.formats.mxfp4 import MXFP4
 from ssd.layers.formats.rounded import Rounded
 from ssd.layers.spec import ExpertsSpec
 from ssd.models.config import DecoderConfig
@@ -53,9 +50,7 @@ _ROUTINGS: Final = 16  # timed one after the other
 LAYERS: Final = sorted(name for name, shape in SHAPES.items() if isinstance(shape.layers[-1].mlp, ExpertsSpec))
 FORMATS: Final[dict[str, WeightFormat]] = {
     "dense": DENSE,
-    "mxfp4": MXFP4(),
-    "int4_group": PackedRows("int4", 32, frozenset({"weight_packed", "weight_scale"})),
-    "fp8_block": Unpacked("fp8", 128, 128, activations=Activations(group=128)),
+    **PUBLISHED,
     **{name: Rounded(name, exact=True) for name in get_args(Format)},
 }
 
@@ -79,16 +74,8 @@ class Layer:
         return self.format.prepare([stored], self.ops, self.dtype, use)
 
     def _numbers(self, name: str, size: tuple[int, ...]) -> torch.Tensor:
-        integers = functools.partial(torch.randint, size=size, device=self.device)
-        if isinstance(self.format, MXFP4):
-            return integers(110, 120, dtype=torch.uint8) if "scale" in name else integers(0, 256, dtype=torch.uint8)
-        if name == "weight_packed":
-            return integers(-(1 << 31), 1 << 31, dtype=torch.int32)
-        if name == "weight_scale":
-            scales = torch.rand(size, device=self.device) / 100
-            return scales.bfloat16() if isinstance(self.format, PackedRows) else scales
-        if isinstance(self.format, Unpacked):
-            return integers(0, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        if self.format in PUBLISHED.values():
+            return random_part(self.format, name, size, self.device)
         return torch.randn(size, device=self.device, dtype=self.dtype)
 
     def route(self, logits: torch.Tensor) -> Routing:
