@@ -27,6 +27,7 @@ import pytest
 if TYPE_CHECKING:
     import torch
     from live_server import Served
+    from random_requests import Models
     from stand_in_hub import StandInHub
     from tokenizers import Tokenizer
 
@@ -280,6 +281,14 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Test
         return made[kind]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def models(make_model: Callable[[str], TestModel], tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """A small random Llama, and drafts of every kind for it."""
+    from random_requests import make_models
+
+    return make_models(make_model, tmp_path_factory.mktemp("noisy"))
 
 
 def save_model(kind: str, path: Path) -> TestModel:

@@ -61,7 +61,7 @@ class Branches(Drafts):
         self.prepared = {work.sequence.id: prepared(work.sequence) for work in works}
 
     def compare(self, work: Work, outcome: Outcome, before: list[int], allowed: Seq[int] | None) -> None:
-        if len(self.seen) >= 150 and self.num_after_hits > 10:
+        if len(self.seen) >= 60 and self.num_after_hits > 10:
             return
         states, given = self.states.pop(work.sequence.id, []), list[torch.Tensor]()
         if outcome.origin is Origin.HIT:

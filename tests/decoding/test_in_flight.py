@@ -8,14 +8,14 @@ and nothing may be given to others that a round in flight still uses.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from conftest import TestModel, mostly_slow
+from conftest import mostly_slow
 from engine_machine import BASE, EngineMachine
 from fakes import StateDrafter, cached_prefixes, check_cache, make_harness, naive
 from hypothesis import HealthCheck, settings
@@ -28,7 +28,6 @@ from random_requests import (
     VerifiedDrafts,
     answers_alone,
     check_answers,
-    make_models,
     play,
     random_requests,
 )
@@ -53,7 +52,7 @@ class InFlightMachine(EngineMachine):
         self.engine.round.run_ahead = True
 
 
-InFlightMachine.TestCase.settings = settings(stateful_step_count=30, suppress_health_check=list(HealthCheck))
+InFlightMachine.TestCase.settings = settings(stateful_step_count=20, suppress_health_check=list(HealthCheck))
 TestInFlightMachine = InFlightMachine.TestCase
 
 
@@ -107,7 +106,7 @@ def test_what_is_computed_beyond_the_end_is_dropped() -> None:
     """Catches tokens, counts or KV of the round that was launched before a stop was seen."""
     params = SamplingParams(max_new_tokens=30)
     free = naive([1, 2, 3], params, max_model_len=64).token_ids
-    for stop, lookahead in itertools.product(sorted(set(free)), (0, 1, 7)):
+    for stop, lookahead in itertools.product(sorted(set(free))[::2], (0, 1, 7)):
         drafter = StateDrafter(lookahead, "mixed") if lookahead else None
         harness = make_harness(drafter=drafter, block_size=2, run_ahead=True)
         output = harness.run([1, 2, 3], replace(params, stop_token_ids=[stop], logprobs=1))
@@ -158,11 +157,6 @@ def test_a_flush_leaves_nothing_in_flight() -> None:
 
 
 # --- over models ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def models(make_model: Callable[[str], TestModel], tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return make_models(make_model, tmp_path_factory.mktemp("noisy"))
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +214,7 @@ SPECULATIONS: dict[str, dict[str, Any] | None] = {
 }
 
 
-@pytest.mark.parametrize("speculation", mostly_slow(SPECULATIONS, fast={"both", "fast", "ssd-auto"}))
+@pytest.mark.parametrize("speculation", mostly_slow(SPECULATIONS, fast={"both", "fast"}))
 def test_everything_at_once(models: Models, alone: Alone, speculation: str) -> None:
     """Catches any difference to plain decoding that commits every round at once."""
     check_life(models, alone, SPECULATIONS[speculation], seeds=[0])
@@ -280,7 +274,7 @@ def test_what_the_target_drafts_for_itself_stands(models: Models, speculation: d
     verified = VerifiedDrafts()
     with engine_with(models, speculation) as llm, llm.driver.observing(verified):
         llm.driver.call(lambda engine: setattr(engine.round, "run_ahead", run_ahead))
-        for seed in range(2):
+        for seed in range(1):
             requests = [replace(r, params=replace(r.params, **UNPENALISED)) for r in random_requests(12, seed)]
             llm.driver.call(lambda e, r=requests, s=seed: play(e, r, preempt=0.03, seed=s, depths=(0, 0, 1, 2, 3)))
     written = [each for each in verified.drafts if each[0] in MODEL_WRITTEN]

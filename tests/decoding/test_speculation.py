@@ -240,8 +240,8 @@ def test_same_answers_whatever_mode_is_chosen(
         monkeypatch.setattr(ArmTimes, "choose", choose)
         monkeypatch.setattr("ssd.drafting.controller._SHORT_REST", 2)
         monkeypatch.setattr("ssd.drafting.model._CATCH_UP_TOKENS", 64)
-        for batch in (1, 4, 16):
-            assert answers(llm, PROMPTS[:16], PARAMS[:16], batch) == alone[:16]
+        for batch, count in ((1, 4), (4, 16), (16, 16)):
+            assert answers(llm, PROMPTS[:count], PARAMS[:count], batch) == alone[:count]
         check_draft_pool(llm)
         rounds, metrics = llm.engine.round.drafter.stats.rounds, llm.engine.metrics
         assert min(rounds["ar"], rounds["sd"], rounds["ssd"]) > 5, rounds
@@ -568,7 +568,7 @@ def test_a_quantized_draft_of_the_target_itself_is_mostly_right(form: str) -> No
 def test_a_quantized_target_writes_the_same_text_in_all_modes(form: str, dtype: str) -> None:
     """At all temperatures, `mixed_params` has them. Catches products whose bits depend on the number of rows, weights
     that are not rounded, and a text that is not that of the rounded model."""
-    prompts, params = bundled_prompts(8), mixed_params(8, 16)
+    prompts, params = bundled_prompts(4), mixed_params(4, 12)
     options: dict[str, Any] = {"device": "cpu", "dtype": dtype, "quantization": form, "max_model_len": 1024}
 
     def written(mode: str, batch: int, **more: Any) -> Answers:
@@ -579,8 +579,8 @@ def test_a_quantized_target_writes_the_same_text_in_all_modes(form: str, dtype: 
             return answers(llm, prompts, params, batch)
 
     alone = written("ar", 1)
-    assert written("sd", 4) == alone
-    assert written("ssd", 8, placement="inline") == alone
+    assert written("sd", 2) == alone
+    assert written("ssd", 4, placement="inline") == alone
 
 
 @pytest.mark.slow

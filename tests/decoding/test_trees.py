@@ -8,14 +8,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import TestModel, mostly_slow
+from conftest import mostly_slow
 from engine_machine import EngineMachine
 from hypothesis import HealthCheck, settings
-from random_requests import MAX_LEN, Alone, Models, answers_alone, check_answers, make_models, play, random_requests
+from random_requests import MAX_LEN, Alone, Models, answers_alone, check_answers, play, random_requests
 
 from ssd import LLM, SamplingParams
 from ssd.drafting.arms import Arm, ArmTimes
@@ -38,9 +38,9 @@ class InFlightTreeMachine(TreeMachine):
     run_ahead = True
 
 
-TreeMachine.TestCase.settings = settings(stateful_step_count=30, suppress_health_check=_CHECKS)
+TreeMachine.TestCase.settings = settings(stateful_step_count=20, suppress_health_check=_CHECKS)
 TestTreeMachine = pytest.mark.slow(TreeMachine.TestCase)  # the next one has all of its rules
-InFlightTreeMachine.TestCase.settings = settings(stateful_step_count=30, suppress_health_check=_CHECKS)
+InFlightTreeMachine.TestCase.settings = settings(stateful_step_count=20, suppress_health_check=_CHECKS)
 TestInFlightTreeMachine = InFlightTreeMachine.TestCase
 
 
@@ -64,7 +64,7 @@ def test_what_is_no_node_is_behind_the_last_decided_token() -> None:
 TEXTS = ["There was once a poor woodcutter who", "def add(a, b):", "Mr. Holmes sat by the fire, and", "import os\n"] * 2
 
 
-@pytest.mark.parametrize(("batch", "count"), [(1, 2), (8, 8)])
+@pytest.mark.parametrize(("batch", "count"), mostly_slow([(1, 2), (8, 8)], fast={(1, 2)}))
 def test_prepared_trees_are_worth_it(batch: int, count: int) -> None:
     """SSD with trees: the text of plain decoding, drafts that had been prepared, and more tokens a round than with
     chains."""
@@ -89,11 +89,6 @@ def test_prepared_trees_are_worth_it(batch: int, count: int) -> None:
 
 
 # --- over models ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def models(make_model: Callable[[str], TestModel], tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return make_models(make_model, tmp_path_factory.mktemp("noisy"))
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +145,6 @@ def test_chains_and_trees_take_turns(models: Models, alone: Alone, draft: str, r
             *itertools.product(("ssd",), ("noisy", "stranger"), MEMORY, (False, True)),
         ],
         fast={
-            ("sd", "noisy", "none to spare", True),
             ("sd", "head", "little", True),
             ("sd", "mtp-head", "one at a time", False),
             ("sd", "block", "large blocks", False),

@@ -19,8 +19,8 @@ from ssd.core import Proposal, Work
 from ssd.decoding.drafter import Drafter
 
 PROMPTS = [[1, 2, 3], [7, 8, 9, 7, 8], [40] * 20]
-GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
-DRAWN = SamplingParams(max_new_tokens=24, ignore_eos=True, temperature=1.0, seed=5)
+GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
+DRAWN = SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=1.0, seed=5)
 K = 3
 
 
@@ -118,7 +118,7 @@ def test_a_proposer_that_is_right_saves_rounds(path: str, alone: tuple[Texts, Te
     with LLM(path, device="cpu", speculation={"draft": Script(right), "k": K}) as llm:
         outputs = llm.generate(PROMPTS, GREEDY)
     assert [output.token_ids for output in outputs] == alone[0]
-    assert [output.metrics.rounds for output in outputs] == [24 // (K + 1)] * 3
+    assert [output.metrics.rounds for output in outputs] == [12 // (K + 1)] * 3
 
 
 @pytest.mark.parametrize("options", [{"mode": "auto"}, {"k": "auto"}, {"acceptance": "rejection"}])

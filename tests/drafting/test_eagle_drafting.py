@@ -131,7 +131,7 @@ def test_branches_are_those_of_a_plain_implementation(target: TestModel, head: H
         llm.driver.observing(branches),
     ):
         assert answers(llm) == alone
-    assert len(branches.seen) >= 150
+    assert len(branches.seen) >= 60
     assert branches.num_after_hits > 10
     assert [draft for draft, _ in branches.seen] == [wanted for _, wanted in branches.seen]
 

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import reference_tables
 import torch
-from conftest import TestModel, mostly_slow
+from conftest import mostly_slow
 from draft_workers import LIAR, LIES
 from fakes import make_sequence
 from random_requests import (
@@ -30,7 +30,6 @@ from random_requests import (
     Models,
     VerifiedDrafts,
     check_answers,
-    make_models,
     plain_decoding,
     play,
     random_requests,
@@ -73,11 +72,6 @@ def on_cpu() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def models(make_model: Callable[[str], TestModel], tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return make_models(make_model, tmp_path_factory.mktemp("noisy"))
-
-
-@pytest.fixture(scope="module")
 def alone(models: Models) -> list[RequestOutput]:
     with plain_decoding(models) as answer:
         return answer(random_requests(COUNT, 0))
@@ -105,20 +99,26 @@ def own_draft(models: Models) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.mark.parametrize(
-    "options",
-    mostly_slow(
-        [{"backup": "jit"}, {"backup": "fast"}, {"draft_replicas": 2}, {"budget": "auto"}], fast=[{"backup": "jit"}]
-    ),
-)
-def test_everything_at_once(models: Models, alone: list[RequestOutput], options: dict[str, Any]) -> None:
+def check_everything_at_once(llm: LLM, alone: list[RequestOutput]) -> None:
+    requests = random_requests(COUNT, 0)
+    outputs = llm.driver.call(lambda engine: play(engine, requests, preempt=0.03))
+    check_answers(requests, outputs, alone)
+    assert llm.engine.round.stats.drafter_failures == 0
+    assert not llm.engine.round.synchronous
+
+
+def test_everything_at_once(own_draft: LLM, alone: list[RequestOutput]) -> None:
     """Catches any difference to plain decoding; requests come, are preempted and aborted while rounds are in flight."""
+    check_everything_at_once(own_draft, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"backup": "jit"}, {"backup": "fast"}, {"draft_replicas": 2}, {"budget": "auto"}])
+def test_everything_at_once_with_a_draft_that_is_often_wrong(
+    models: Models, alone: list[RequestOutput], options: dict[str, Any]
+) -> None:
     with engine_with(models, **options) as llm:
-        requests = random_requests(COUNT, 0)
-        outputs = llm.driver.call(lambda engine: play(engine, requests, preempt=0.03))
-        check_answers(requests, outputs, alone)
-        assert llm.engine.round.stats.drafter_failures == 0
-        assert not llm.engine.round.synchronous
+        check_everything_at_once(llm, alone)
 
 
 def test_what_the_target_drafts_for_itself_stands(own_draft: LLM) -> None:

@@ -6,7 +6,7 @@ On a CPU a stand-in for the kernel looks up what the host will answer, since a C
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, TestModel, mostly_slow
+from conftest import VOCAB, mostly_slow
 from fakes import make_sequence
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +25,6 @@ from random_requests import (
     Models,
     VerifiedDrafts,
     check_answers,
-    make_models,
     plain_decoding,
     play,
     random_requests,
@@ -190,11 +189,6 @@ def waits() -> Iterator[Waits]:
             patch.setattr(module, "kernels", lambda device: own)
         patch.setattr(DraftAnswers, "answer", answered)
         yield stand_in
-
-
-@pytest.fixture(scope="module")
-def models(make_model: Callable[[str], TestModel], tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return make_models(make_model, tmp_path_factory.mktemp("noisy"))
 
 
 def repetitive(requests: Seq[Asked]) -> list[Asked]:
