@@ -87,15 +87,20 @@ def test_wrong_names_and_unclear_files_end_with_1(hub: StandInHub, tmp_path: Pat
 def test_pull_of_what_is_there_needs_no_network_and_nothing_heavy(hub: StandInHub, llama: Path) -> None:
     """Also: HF_ENDPOINT, HF_HOME and HF_TOKEN of the environment are used."""
     hub.add("org/tiny", llama, gated=True, token="hf_right")
-    refused = in_a_process("pull", "org/tiny")
-    assert refused.returncode == 1
-    assert "org/tiny is gated: accept its licence at" in refused.stderr
     done = in_a_process("pull", "org/tiny", HF_TOKEN="hf_right")
     assert done.returncode == 0, done.stderr
     asked = len(hub.asked)
     again = in_a_process("pull", "org/tiny")
     assert (again.returncode, again.stdout, len(hub.asked)) == (0, done.stdout, asked)
     assert again.stderr.splitlines() == ["org/tiny is there", "[]"]
+
+
+@pytest.mark.slow
+def test_a_pull_that_is_not_allowed(hub: StandInHub, llama: Path) -> None:
+    hub.add("org/tiny", llama, gated=True, token="hf_right")
+    refused = in_a_process("pull", "org/tiny")
+    assert refused.returncode == 1
+    assert "org/tiny is gated: accept its licence at" in refused.stderr
     offline = in_a_process("pull", "org/other", HF_HUB_OFFLINE="1")
     assert offline.returncode == 1
     assert "HF_HUB_OFFLINE is set: unset it to download" in offline.stderr

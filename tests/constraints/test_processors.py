@@ -23,7 +23,7 @@ def rising(token_ids: list[int], logits: np.ndarray) -> np.ndarray:
 
 
 def params(processor: Any = rising, **others: Any) -> SamplingParams:
-    return SamplingParams(max_new_tokens=20, ignore_eos=True, logits_processor=processor, **others)
+    return SamplingParams(max_new_tokens=12, ignore_eos=True, logits_processor=processor, **others)
 
 
 ALL = [params(), params(temperature=1.0, seed=3), params(frequency_penalty=1.0, logprobs=2)]
@@ -85,7 +85,7 @@ def test_a_logits_processor_and_draft_trees() -> None:
 
 
 def test_a_logits_processor_leaves_the_company_as_it_is(plain: LLM) -> None:
-    others = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    others = SamplingParams(max_new_tokens=12, ignore_eos=True)
     before = [output.token_ids for output in plain.generate(PROMPTS, others)]
     mixed = plain.generate([*PROMPTS, *PROMPTS], [others, others, others, *ALL])
     assert [output.token_ids for output in mixed[:3]] == before
@@ -105,7 +105,7 @@ def test_a_logits_processor_that_fails_ends_its_own_request_only(plain: LLM, pro
     before = plain.engine.metrics.num_preemptions
     good, bad = plain.generate([PROMPTS[0], PROMPTS[0]], [params(), params(processor)])
     assert good.error is None
-    assert len(good.token_ids) == 20
+    assert len(good.token_ids) == 12
     assert bad.finish_reason == "error"
     with pytest.raises(RequestFailed, match=message):
         plain.generate(PROMPTS[0], params(processor))

@@ -98,7 +98,7 @@ def test_eight_threads_at_once(driver: Driver) -> None:
 def test_an_llm_for_eight_threads(make_model: Callable[[str], TestModel]) -> None:
     """The same with text, prompts of every kind, `generate` and `stream`, over a model."""
     prompts = ["hello", [1, 2, 3], "a longer prompt, which is not the same", [300, 200]]
-    params = [SamplingParams(max_new_tokens=12, temperature=i % 2, seed=i, ignore_eos=True) for i in range(4)]
+    params = [SamplingParams(max_new_tokens=6, temperature=i % 2, seed=i, ignore_eos=True) for i in range(4)]
     with LLM(make_model("llama-tied").path, device="cpu", max_model_len=64, max_num_seqs=4) as llm:
         alone = [llm.generate(prompt, p)[0] for prompt, p in zip(prompts, params, strict=True)]
 

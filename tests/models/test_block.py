@@ -97,7 +97,7 @@ def test_drafts_are_those_of_a_plain_implementation(
 @pytest.mark.parametrize(
     ("kind", "options"), mostly_slow([KINDS[0], KINDS[4], KINDS[6], KINDS[7], WINDOWS[0]], fast=[KINDS[0], WINDOWS[0]])
 )
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", mostly_slow([0.0, 1.0], fast={1.0}))
 def test_texts_are_those_of_plain_decoding(
     make_model: Callable[[str], TestModel], tmp_path: Path, kind: str, options: dict[str, Any], temperature: float
 ) -> None:
@@ -126,7 +126,7 @@ def test_texts_are_those_of_plain_decoding(
         assert llm.engine.metrics.num_preemptions > 0
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("rate", mostly_slow([0.0, 0.6, 1.0], fast={0.6}))
 @pytest.mark.parametrize("options", [{"layout": "deepspec", "markov": "vanilla"}, {"second": True}])
 def test_each_draft_is_that_of_the_text_before_it(
     make_model: Callable[[str], TestModel], tmp_path: Path, rate: float, options: dict[str, Any]
@@ -220,7 +220,7 @@ def test_auto_chooses_between_plain_decoding_and_drafts(
     assert found.token_ids == expected
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", mostly_slow([0.0, 1.0], fast={1.0}))
 @pytest.mark.parametrize("options", [KINDS[0][1], KINDS[2][1]])
 def test_lengths_differ_within_a_batch(
     make_model: Callable[[str], TestModel], tmp_path: Path, options: dict[str, Any], temperature: float

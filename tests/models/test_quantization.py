@@ -62,7 +62,7 @@ def test_the_weights_are_those_of_the_format_to_the_bit(made: Made, name: str) -
     assert isinstance(checkpoint.formats("model.layers.1.mlp.down_proj"), Coded)
 
 
-@pytest.mark.parametrize("name", mostly_slow(FORMATS, fast=list(FORMATS)[::2]))
+@pytest.mark.parametrize("name", mostly_slow(FORMATS, fast=list(FORMATS)[::4]))
 def test_logits_equal_those_of_the_widened_model(made: Made, name: str) -> None:
     """By transformers, with inputs rounded as the format says; a rounding may fall to the other side of a half."""
     path, model = made(name)

@@ -109,7 +109,7 @@ def test_weights_of_all_layers_have_the_same_bits(
     check_bits(make_model(kind).path, form=form)
 
 
-@pytest.mark.parametrize("name", mostly_slow(FORMATS, fast=list(FORMATS)[::3]))
+@pytest.mark.parametrize("name", mostly_slow(FORMATS, fast=list(FORMATS)[::6]))
 def test_published_formats_have_the_same_bits(folder: Path, tmp_path: Path, name: str) -> None:
     """Catches a class of weights that is not among those that are written (orders of columns, static scales)."""
     write_checkpoint(tmp_path, FORMATS[name])
