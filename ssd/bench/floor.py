@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -66,9 +67,10 @@ def _stored_bytes(linear: Linear, dtype: torch.dtype) -> int:
     return total
 
 
+@functools.cache
 def bandwidth(device: torch.device) -> float:
     """Bytes per second of the device's memory, the best of several runs: on a GPU those that a copy reads and writes,
-    on a CPU those that torch's threads read."""
+    on a CPU those that torch's threads read. Measured once in a process."""
     if device.type == "cuda":
         source = torch.empty(1 << 29, dtype=torch.bfloat16, device=device).normal_()
         target = torch.empty_like(source)

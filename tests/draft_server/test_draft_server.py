@@ -78,8 +78,8 @@ def test_three_engines_have_joined_steps_and_the_texts_of_plain_decoding(url: st
     engines = [engine(url) for _ in range(3)]
     try:
         with ThreadPoolExecutor(3) as pool:
-            found = list(pool.map(lambda llm: [texts(llm), texts(llm)], engines))
-        assert found == [[expected()] * 2] * 3
+            found = list(pool.map(texts, engines))
+        assert found == [expected()] * 3
         assert server.draft.turns.passes - before > 5
         for llm in engines:
             metrics = llm.engine.metrics
@@ -178,7 +178,7 @@ NONSENSE = {
 }
 
 
-@pytest.mark.parametrize("case", mostly_slow(NONSENSE, fast=list(NONSENSE)[::2]))
+@pytest.mark.parametrize("case", mostly_slow(NONSENSE, fast=list(NONSENSE)[::3]))
 def test_nonsense_harms_its_engine_only(url: str, case: str, server: DraftServer) -> None:
     good, bad = scripted(url), scripted(url)
     bad.ask([new_entry(7, [1, 2, 3])])
@@ -273,7 +273,7 @@ def test_engines_that_ask_for_all_they_can_get_have_equal_shares(url: str, monke
 
     monkeypatch.setattr(DraftRunner, "_launch", slow)
     engines = [scripted(url) for _ in range(3)]
-    counts, end = [0, 0, 0], time.monotonic() + 3.0
+    counts, end = [0, 0, 0], time.monotonic() + 2.0
 
     def hammer(place: int) -> None:
         own = engines[place]

@@ -32,7 +32,7 @@ from ssd.core import Proposal, SamplingParams, Work
 from ssd.decoding.round import InFlight
 from ssd.errors import EngineFailed, RequestError
 
-EngineMachine.TestCase.settings = settings(stateful_step_count=30, suppress_health_check=list(HealthCheck))
+EngineMachine.TestCase.settings = settings(stateful_step_count=20, suppress_health_check=list(HealthCheck))
 TestEngineMachine = EngineMachine.TestCase
 
 

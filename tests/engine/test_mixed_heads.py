@@ -99,7 +99,9 @@ def test_a_model_of_different_heads_is_plain_torch_and_the_same_in_all_modes(tmp
     for prompt, tokens in zip(PROMPTS[::2], expected[::2], strict=True):  # the greedy ones
         logits = plain_logits(tensors, [*prompt, *tokens])
         assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
-    ways = ({"draft": str(tmp_path / draft), "k": 3, **way} for way in WAYS for draft in ("draft", "target"))
+    ways = (
+        {"draft": str(tmp_path / draft), "k": 3, **way} for way, draft in zip(WAYS, ("draft", "target"), strict=True)
+    )
     for way in ({}, *ways):
         options = {"speculation": way} if way else {}
         with LLM(str(tmp_path / "target"), max_num_seqs=4, **sizes, **options) as llm:

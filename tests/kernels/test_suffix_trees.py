@@ -140,7 +140,7 @@ TEXTS = st.builds(random_text, st.randoms(use_true_random=False), st.integers(1,
 
 
 @given(TEXTS, st.integers(1, 70))
-@settings(max_examples=5 * settings.default.max_examples)
+@settings(max_examples=2 * settings.default.max_examples)
 def test_a_growing_text(text: list[int], most: int) -> None:
     """Catches a count, an order of tokens or a score that is wrong, and a string that is not found, after any token."""
     tree, naive = SuffixTree(), Naive()
@@ -155,7 +155,6 @@ def test_a_growing_text(text: list[int], most: int) -> None:
 
 
 @given(st.lists(TEXTS, max_size=12), TEXTS, st.integers(1, 300))
-@settings(max_examples=2 * settings.default.max_examples)
 def test_other_texts(texts: list[list[int]], text: list[int], limit: int) -> None:
     """Catches what a removed text leaves behind or takes along, and a match across two texts."""
     others, naive_others = SuffixTree(limit), Naive(limit)

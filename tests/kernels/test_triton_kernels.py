@@ -177,14 +177,15 @@ OTHER_HEADS = [HeadShape(4, 4, 32), HeadShape(6, 2, 16), HeadShape(5, 1, 24)]
 @pytest.mark.parametrize("heads", mostly_slow(OTHER_HEADS, fast=OTHER_HEADS[2:]), ids=str)
 def test_layers_with_other_heads_do_not_change_the_bits(ops: triton_ops.TritonOps, heads: HeadShape) -> None:
     """Tiles and scratch for the heads of several layers; catches a tile that is taken for a longer one."""
-    paged = Paged(heads, [600, 40], torch.float32)
+    length = 600 if CUDA else 200
+    paged = Paged(heads, [length, 40], torch.float32)
     q, found = randn(45, heads.num_heads, heads.head_dim), []
     for kinds in ([heads], [HeadShape(8, 1, 16), heads, HeadShape(4, 4, 64)]):
         ops.reserve(kinds, DEVICE)
         assert ops._workspace is not None
         ops._workspace.programs = lambda heads: 3
         for prefill in (False, True):
-            batch = paged.batch(ops, [(0, 570, 600), (1, 25, 40)], prefill, kinds)
+            batch = paged.batch(ops, [(0, length - 30, length), (1, 25, 40)], prefill, kinds)
             found.append(ops.attention(q, batch, heads, paged.k, paged.v))
     assert all(same_bits(found[0], each) for each in found[1:])
     close(found[0], ReferenceOps().attention(q, batch, heads, paged.k, paged.v), torch.float32)

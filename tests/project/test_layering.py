@@ -49,7 +49,10 @@ MODULES = {module_of(file): file for file in ROOT.rglob("*.py")}
 def imports(file: Path) -> set[str]:
     """The modules of ssd that a file imports, at its top, inside functions or for the type checker."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    statements: list[ast.AST] = [ast.parse(file.read_text(encoding="utf-8"))]
+    for node in statements:
+        for block in ("body", "orelse", "handlers", "finalbody", "cases"):
+            statements += getattr(node, block, []) if not isinstance(node, ast.expr) else []
         if isinstance(node, ast.ImportFrom) and node.module:
             for name in (f"{node.module}.{alias.name}" for alias in node.names):
                 found.add(name if name in MODULES else node.module)

@@ -101,7 +101,7 @@ def test_a_draft_beside_the_verification_makes_it_longer() -> None:
 
 def test_more_hits_are_never_slower() -> None:
     for others in ({"batch": 1}, {"batch": 4}, {"batch": 4, "backup": "fast"}, {"batch": 4, "backup": "auto"}):
-        speeds = [speed(replace(SSD, hits=hits, **others)) for hits in (0.0, 0.25, 0.5, 0.75, 1.0)]
+        speeds = [speed(replace(SSD, hits=hits, **others)) for hits in (0.0, 0.5, 1.0)]
         assert speeds == sorted(speeds), others
 
 
@@ -120,7 +120,7 @@ def test_a_shared_server_saturates_and_more_of_them_are_never_slower() -> None:
         return 0.25 * sequences
 
     setup = replace(SSD, hits=1.0, draft=heavy, engines=16)
-    speeds = [speed(replace(setup, servers=servers)) for servers in (1, 2, 4, 16)]
+    speeds = [speed(replace(setup, servers=servers)) for servers in (1, 4, 16)]
     assert speeds == sorted(speeds)
     alone = speed(replace(setup, engines=1))
     assert speeds[-1] == pytest.approx(16 * alone, rel=0.05)
