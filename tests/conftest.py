@@ -270,6 +270,16 @@ def _quick_clients() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _commands_are_described_once() -> Iterator[None]:
+    """Typer builds all commands from their functions for every call of one of them: half of the time of `--help`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "typer.testing" in sys.modules:
+            testing = sys.modules["typer.testing"]
+            patch.setattr(testing, "_get_command", functools.cache(testing._get_command))
+        yield
+
+
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TestModel]:
     made: dict[str, TestModel] = {}

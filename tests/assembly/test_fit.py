@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import mostly_slow
 from random_weights import RandomCheckpoint
 
 from ssd import LLM, ConfigError
@@ -94,7 +95,7 @@ def test_a_draft_in_two_processes_is_counted_twice(free: Any) -> None:
     assert "and its draft need 6.7 GiB" in refusal(model, speculation={"mode": "auto", **draft})
 
 
-@pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("form", mostly_slow(["fp8", "int8", "int4"], fast={"int4"}))
 def test_a_quantized_draft_needs_less(free: Any, form: str) -> None:
     """Catches an estimate for weights that are not there: a pair that fits only with a smaller draft is not refused."""
     target, draft = (open_checkpoint(name).config for name in ("tiny-qwen3", "tiny-qwen3-draft"))

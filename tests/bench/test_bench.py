@@ -332,7 +332,7 @@ def test_trees_share_an_engine_with_chains(draft: str) -> None:
     ours = our_contenders("tiny-llama", methods, batch=2, device="cpu", prefix_caching=False, max_model_len=256)
     assert len({id(contender.llm) for contender in ours}) == 1
     workload = load_workload("gsm8k", open_checkpoint("tiny-llama").tokenizer(), count=2)
-    found = measure(ours, [workload], RequestSettings(24, batch=2), repeats=1)
+    found = measure(ours, [workload], RequestSettings(16, batch=2), repeats=1)
     assert same_text(found)
     rows = {row["contender"]: row for row in figures(found) if row["set"] == MEAN}
     assert all(row["drafter_failures"] == 0 for row in rows.values())

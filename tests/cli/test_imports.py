@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 AFTER = """
 import gc
 from ssd.cli.imports import import_llm
@@ -15,6 +17,7 @@ print(gc.isenabled())
 """
 
 
+@pytest.mark.slow
 def test_garbage_is_collected_once_the_engine_is_imported() -> None:
     done = subprocess.run([sys.executable, "-c", AFTER], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["True True", "True"]

@@ -23,7 +23,7 @@ from ssd.execution.batch import BatchInputs
 from ssd.execution.state import SequenceState
 from ssd.kv.blocks import BlockPool, BlockTable
 
-SEEDS = (76, 96, 165, 172, 199, 47, 150, 198)  # cases of one small model that together do almost everything
+SEEDS = (150, 199, 198, 76, 96, 165, 172, 47)  # cases of one small model that together do almost everything
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_a_case_survives_json() -> None:
         assert (again.to_json(), again.calls) == (case.to_json(), case.calls)
 
 
-@pytest.mark.parametrize("cases", mostly_slow([5, 8], fast={5}))
+@pytest.mark.parametrize("cases", mostly_slow([3, 8], fast={3}))
 def test_random_engines_answer_like_plain_decoding(oracle: Oracle, cases: int) -> None:
     """Catches what the guarantees' own tests do not combine; `make fuzz` does this for longer."""
     covered: Counter[str] = Counter()

@@ -395,7 +395,7 @@ def graft(make_base: Callable[..., Path]) -> GraftCheckpoint:
     ("family", "target", "shard_bytes"),
     [
         pytest.param("llama", "everything", 3_000_000, marks=pytest.mark.slow),
-        ("qwen3", "split-groups-4x-heads", export.SHARD_BYTES),
+        pytest.param("qwen3", "split-groups-4x-heads", export.SHARD_BYTES, marks=pytest.mark.slow),
         ("llama", "qwen2", export.SHARD_BYTES),
     ],
 )

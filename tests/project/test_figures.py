@@ -53,9 +53,14 @@ def test_a_result_is_well_formed(name: str) -> None:
     assert set(result.get("headlines", {}).values()) <= set(result["rows"])
 
 
+@pytest.fixture(scope="module")
+def known() -> set[str]:
+    """The names of all commands."""
+    return set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_a_result_names_a_command_that_exists(name: str) -> None:
-    known = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+def test_a_result_names_a_command_that_exists(name: str, known: set[str]) -> None:
     for command in FIGURES["commands"](FIGURES["result"](name)):
         program, first, *_ = command.split()
         assert first in known if program == "ssd" else program == "python" and (ROOT / first).is_file(), command

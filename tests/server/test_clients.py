@@ -73,7 +73,7 @@ def check_answer(path: str, body: dict[str, Any], text: str) -> None:
         assert message.role == "assistant"
 
 
-@pytest.mark.parametrize("client", mostly_slow(CLIENTS, fast={"openai", "ollama", "codex", "claude-code"}))
+@pytest.mark.parametrize("client", mostly_slow(CLIENTS, fast={"openai", "claude-code"}))
 def test_requests_of_real_clients_are_served(served: Served, client: str) -> None:
     """Catches a parameter, an item or a message of theirs that is refused."""
     requests = json.loads((DATA / f"{client}.json").read_text())

@@ -11,6 +11,7 @@ pytest.importorskip("fastapi", reason="needs the extras serve and dev")
 pytest.importorskip("jsonschema", reason="needs the extras serve and dev")
 
 import jsonschema
+from conftest import mostly_slow
 from family_templates import TEMPLATES
 from live_server import MODEL, Lazy, Served, serving
 
@@ -81,7 +82,7 @@ def test_chat_completions(family: tuple[Served, str], script: Script, stream: bo
     assert "1 degrees" in script.prompt
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", mostly_slow([False, True], fast={True}))
 def test_messages(family: tuple[Served, str], script: Script, stream: bool) -> None:
     served, kind = family
     script.text = answered(kind)
@@ -106,7 +107,7 @@ def test_messages(family: tuple[Served, str], script: Script, stream: bool) -> N
         assert "## Return of functions.get_weather:1\n18 degrees" in script.prompt
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", mostly_slow([False, True], fast={True}))
 def test_ollama(family: tuple[Served, str], script: Script, stream: bool) -> None:
     served, kind = family
     script.text = answered(kind)

@@ -191,7 +191,7 @@ def written(kind: str, *calls: dict[str, Any]) -> str:
     return PARSERS[kind].written(("get", json.dumps(arguments, ensure_ascii=False)) for arguments in calls)
 
 
-@pytest.mark.parametrize("tagged", [True, False])
+@pytest.mark.parametrize("tagged", mostly_slow([True, False], fast={True}))
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_in_tags_follow_their_schema(kind: str, tagged: bool) -> None:
     """Forced and strict, whether or not the tags are tokens."""
