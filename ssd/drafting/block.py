@@ -127,7 +127,7 @@ class BlockRunner(DraftRunner):
             last = batch.token_ids.view(n, -1)[:, 0]
             if draft.walk is None:
                 rows = Rows(rows.slots.view(-1), rows.positions.view(-1))
-                self.choice.choose_all(shape, self._in_target(logits.flatten(0, 1)), rows)
+                self.choice.choose_all(shape, logits.flatten(0, 1), rows)
             else:
                 self._walk(draft.walk, shape, rows, last, states, logits)
             if self._confidence is not None:
@@ -162,7 +162,7 @@ class BlockRunner(DraftRunner):
         walk.begin()
         for j in range(logits.shape[1]):
             own = walk.logits(logits[:, j], last.contiguous(), states[:, j].contiguous())
-            self.choice.choose(shape, j, self._in_target(own), Rows(rows.slots[j], rows.positions[j]))
+            self.choice.choose(shape, j, own, Rows(rows.slots[j], rows.positions[j]))
             last = self.buffers.chain[: shape.sequences, j]
 
     def _write_trees(self, trees: DraftTrees, shape: RunShape, levels: int) -> None:
@@ -181,14 +181,11 @@ class BlockRunner(DraftRunner):
                 if walk is not None:
                     own = walk.logits(own, tokens.flatten().contiguous(), states[sequence, level])
                 rows = Rows(slots[sequence], first[sequence] + (level + 1))
-                tokens, above = trees.add(self._in_target(own), rows, shape.needs)
+                tokens, above = trees.add(own, rows, shape.needs)
                 sequence = sequence[above]
                 if walk is not None:
                     walk.follow(above)
             trees.store(slots, Origin.DRAFT)
-
-    def _in_target(self, logits: torch.Tensor) -> torch.Tensor:
-        return self.draft.in_target_vocabulary(logits)[:, : self.state.vocab_size]
 
     def _inputs(self, n: int, count: int) -> tuple[DeviceBatch, Rows]:
         """The blocks of n sequences, and the tokens that they write: [n, count], or [count, n] for a walk.

@@ -172,13 +172,13 @@ struct gumbel { /* a row of noise for each key */
 
 /* The `count` largest scores of each row, in order, the lower token first where they are equal; `excluded` (or NULL): a
  * token of each row that does not count, -1: none.  -inf comes with token 0, and the first token is -1 if the row has no
- * choice: all are -inf, or some are NaN or +inf.
+ * choice: all are -inf, or some are NaN or +inf.  `ids` (or NULL): those of the tokens; without them they are numbered.
  * With `slots` (-1: padding), rows whose temperature is above 0 have the scores logit / temperature + noise: the seed's key
  * and the temperature are words 0 and 2 of the slot's `columns`, the position is that of the token to choose. */
 struct best {
     const float *scores;
     long ld;
-    const int32_t *excluded;
+    const int32_t *ids, *excluded;
     int32_t *tokens;
     float *values;
     long rows, vocab, count;
