@@ -409,18 +409,18 @@ class DraftRunner:
             trees.begin(n, levels)
             logits = self.read(shape, buffers.indices(shape).before + count)
             rows = Rows(inputs.slots(n), inputs.first[:n] + count)
-            tokens, above = trees.add(logits, rows, shape.needs)
+            tokens = buffers.chain[: grown.rows]
+            above = trees.add(logits, rows, shape.needs, tokens[:, 0])
             for depth in range(levels - 1):
                 self.follow_rows(above, trees.beams, depth)
-                buffers.chain[: grown.rows, depth].copy_(tokens.flatten())
                 logits = self._forward(shape, buffers.row_batch(grown, depth, self._tables(shape), behind))
-                tokens, above = trees.add(logits, buffers.decided(grown), shape.needs)
+                above = trees.add(logits, buffers.decided(grown), shape.needs, tokens[:, depth + 1])
             trees.store(inputs.slots(n), Origin.DRAFT)
 
     def follow_rows(self, above: torch.Tensor, beams: int, depth: int) -> None:
         """Gives each row what the row above it has: the KV of `depth` tokens in branch slots."""
         if depth:
-            self.buffers.follow(above, beams, depth)
+            self.buffers.follow(above, beams, depth, None)
 
     def _read_and_plan(self, shape: RunShape, fan_out: FanOut) -> None:
         n, width, buffers = shape.sequences, shape.width, self.buffers

@@ -46,21 +46,22 @@ class DraftTrees:
         self._beams: tuple[torch.Tensor, torch.Tensor] | None = None
         self._count = 0
 
-    def add(self, logits: torch.Tensor, rows: Rows, needs: Needs) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(self, logits: torch.Tensor, rows: Rows, needs: Needs, following: torch.Tensor) -> torch.Tensor:
         """The next level: its candidates follow the rows of `logits`, of each sequence one, later its beams.
 
-        Returns the tokens of the new beams int32 [sequences, beams], and the rows (int64, all of them in one) that they
+        Writes the tokens of the new beams to `following`: int32 [sequences * beams]. Returns the rows (int64) that they
         are behind.
         """
         tokens, scores = self._choice.best(logits, rows, needs, MOST_BEAMS)
-        following, above, self._beams = self._kernels.grow(
-            *(tokens, scores, self._beams, self._candidates),
+        above: torch.Tensor
+        above, self._beams = self._kernels.grow(
+            *(tokens, scores, self._beams, self._candidates, following),
             first=self._count,
             children=self.beams,
             vocab_size=self.state.vocab_size,
         )
-        self._count += len(logits) // len(following) * self.beams
-        return following, above
+        self._count += len(logits) * self.beams**2 // len(following)
+        return above
 
     def store(self, slots: torch.Tensor, origin: int) -> None:
         """Makes the best candidates the drafts of the sequences in these slots, in the order of their scores.

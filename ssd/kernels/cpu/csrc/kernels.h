@@ -239,7 +239,8 @@ struct move_accepted { /* caches: of each tensor its address, and the bytes of a
 
 struct follow_rows { /* above: [sequences * beams]; caches as before, KV slots as in `extend_rows` */
     const int64_t *above, *caches;
-    long sequences, beams, depth, first_slot, slots_per_branch, num_caches;
+    char *states; /* NULL: none; state_size: bytes of a row */
+    long sequences, beams, depth, first_slot, slots_per_branch, num_caches, state_size;
 };
 
 struct stage {
