@@ -213,7 +213,7 @@ def answers(target: str, dtype: str, batch: int, options: dict[str, Any], **spec
 
 
 @pytest.mark.parametrize("dtype", mostly_slow(["float32", "bfloat16"], fast={"float32"}))
-@pytest.mark.parametrize("kind", mostly_slow(WITH_LATENTS, fast={"deepseek-v3"}))
+@pytest.mark.parametrize("kind", WITH_LATENTS)
 def test_the_same_text_in_chunks_and_in_company(make_model: Callable[[str], TestModel], kind: str, dtype: str) -> None:
     """T = 0 and 1, one request at a time or several; chunks of prompts of any size; preempted sequences. Catches a form
     of attention that depends on the rows."""

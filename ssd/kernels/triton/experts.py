@@ -122,10 +122,10 @@ def _in_kept_groups(
 @triton.jit(do_not_specialize=["rows"])
 def _route_kernel(
     logits_ptr, correction_ptr, ids_ptr, weights_ptr, rows, experts, scale, PIECES: tl.constexpr,
-    COUNT: tl.constexpr, NORMALIZED: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
-    PLACES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    COUNT: tl.constexpr, SHARED: tl.constexpr, NORMALIZED: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr,
+    KEPT: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row: its COUNT experts and their weights, by a `RoutingRule`."""
+    """One row: its COUNT experts and the SHARED ones behind them, and their weights, by a `RoutingRule`."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -162,8 +162,9 @@ def _route_kernel(
         total = total + 1e-20 if NORMALIZED else 1.0
     elif not NORMALIZED:
         total = tl.sum(tl.exp(logits - top))
-    tl.store(ids_ptr + row * COUNT + place, ids, mask=place < COUNT)
-    tl.store(weights_ptr + row * COUNT + place, weights / total * scale, mask=place < COUNT)
+    to = row * (COUNT + SHARED) + place
+    tl.store(ids_ptr + to, tl.where(place < COUNT, ids, experts + place - COUNT), mask=place < COUNT + SHARED)
+    tl.store(weights_ptr + to, tl.where(place < COUNT, weights / total * scale, 1.0), mask=place < COUNT + SHARED)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
@@ -261,15 +262,16 @@ def route(logits: torch.Tensor, count: int, rule: RoutingRule, correction: torch
 
     The last kernel lets the experts' product begin after its own wait: multiprocessors are free then. Before, some are
     still busy with the product before the norm, and the many programs that wait would fill up the few others."""
-    rows, experts = logits.shape[-2:]
-    ids = logits.new_empty((rows, count), dtype=torch.int32)
-    weights = logits.new_empty((rows, count))
-    order, starts, block = ids.new_empty(rows * count), ids.new_empty(experts + 1), tile_rows(rows, count, experts)
-    tiles = ids.new_empty((min(rows * count, rows * count // block + experts), 3))  # as many as there can be
+    (rows, choices), each = logits.shape[-2:], count + rule.shared
+    pairs, experts = rows * each, choices + rule.shared
+    ids = logits.new_empty((rows, each), dtype=torch.int32)
+    weights = logits.new_empty((rows, each))
+    order, starts, block = ids.new_empty(pairs), ids.new_empty(experts + 1), tile_rows(rows, each, experts)
+    tiles = ids.new_empty((min(pairs, pairs // block + experts), 3))  # as many as there can be
     options = {
         "COUNT": count,
-        "PLACES": triton.next_power_of_2(count),
-        "BLOCK": triton.next_power_of_2(experts),
+        "PLACES": triton.next_power_of_2(each),
+        "BLOCK": triton.next_power_of_2(choices),
         "PIECES": len(logits) if logits.dim() == 3 else 1,
         **early_launch(logits.device),
     }
@@ -280,7 +282,8 @@ def route(logits: torch.Tensor, count: int, rule: RoutingRule, correction: torch
         _route_few_kernel[(1,)](logits, ids, weights, order, starts, tiles, *sizes, **few, **options)
         return Routing(ids, weights, order, starts, tiles)
     _route_kernel[(rows,)](
-        *(logits, correction, ids, weights, rows, experts, rule.scale),
+        *(logits, correction, ids, weights, rows, choices, rule.scale),
+        SHARED=rule.shared,
         NORMALIZED=rule.normalized,
         SIGMOID=rule.sigmoid,
         GROUPS=rule.groups,
@@ -289,8 +292,8 @@ def route(logits: torch.Tensor, count: int, rule: RoutingRule, correction: torch
         **options,
     )
     _order_kernel[(experts,)](
-        *(ids, order, starts, tiles, rows * count, len(tiles)),
-        BLOCK=min(_PAIRS, max(128, triton.next_power_of_2(rows * count))),
+        *(ids, order, starts, tiles, pairs, len(tiles)),
+        BLOCK=min(_PAIRS, max(128, triton.next_power_of_2(pairs))),
         BLOCK_E=max(16, triton.next_power_of_2(experts)),
         BLOCK_M=block,
         num_warps=4,
