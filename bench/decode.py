@@ -286,6 +286,7 @@ def graph_seconds(runner: ModelRunner, sequences: int, queries: int, context: in
     """Median time of the model alone (one graph replay): `queries` tokens of each at the end of `context` tokens,
     which are random, since experts depend on them."""
     runner.state.token_ids.random_(0, runner.decoder.config.vocab_size)
+    runner.state.length[:sequences] = context  # tokens from there on are drafts, of which there are none
     slots, blocks = range(sequences), -(-context // runner.block_size) * len(runner.decoder.kv_groups)
     for slot in slots:
         runner.tables.reset(slot)

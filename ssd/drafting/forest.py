@@ -30,7 +30,6 @@ from ssd.drafting.tree import MOST_BEAMS, beams_of
 from ssd.execution.clock import now
 from ssd.execution.host_copy import HostCopy
 from ssd.execution.runner import ModelRunner
-from ssd.kernels.cpu.trees import keep
 from ssd.kernels.device import kernels
 from ssd.kernels.ops import DeviceBatch, TreePaths
 from ssd.kernels.state import Candidates
@@ -383,7 +382,9 @@ class ForestRunner(DraftRunner):
         tokens, scores, above, roots = self._results(n, width, levels)
         own = (roots == root) & found.any(1, keepdim=True)
         candidates = Candidates(tokens, torch.where(own, scores, -torch.inf), above)
-        keep(candidates, slots, state.tree.parents, state.drafts, state.origin, origin=Origin.SIBLING)
+        kernels(self.device).trees.keep(
+            candidates, slots, state.tree.parents, state.drafts, state.origin, origin=Origin.SIBLING
+        )
         state.origin.index_copy_(0, slots, torch.where(hit[:, 0], int(Origin.HIT), int(Origin.SIBLING)).int())
 
     def _results(self, n: int, width: int, levels: int) -> tuple[torch.Tensor, ...]:

@@ -180,6 +180,7 @@ def _head_kernel(
     k = tl.arange(0, BLOCK_K)
     m_mask, n_mask = m < num_rows, n < N
     if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     x_ptrs = x_ptr + m[None, :].to(tl.int64) * x_stride + head * x_head + k[:, None]
     w_ptrs = w_ptr + (head * N + n[:, None]).to(tl.int64) * K + k[None, :]
@@ -194,7 +195,8 @@ def head_linear(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor | None = 
     columns = len(weight) // heads
     if y is None:
         y = x.new_empty((num_rows, heads, columns))
-    shape = Tile(16, 64, 64, 3, 4) if num_rows <= 16 else Tile(64, 64, 64, 3, 4)
+    # Of few rows all weights are copied at once: a head's depth is a few steps.
+    shape = Tile(16, 64, 64, 8, 4) if num_rows <= 16 else Tile(64, 64, 64, 3, 4)
     tile = fitting(shape, x.element_size(), shared_memory(x.device))
     _head_kernel[(triton.cdiv(num_rows, tile.rows), triton.cdiv(columns, tile.columns), heads)](
         *(x, weight, y, num_rows, columns, depth, x.stride(0), x.stride(1), y.stride(0), y.stride(1)),
