@@ -214,7 +214,7 @@ class ExpertNames:
 class ExpertsSpec:
     """A mixture of experts, gated MLPs of which a router chooses some for each token.
 
-    Shared experts, which all tokens have, are one gated MLP beside them.
+    Shared experts, which all tokens have, are stored as one gated MLP.
     """
 
     num_experts: int
