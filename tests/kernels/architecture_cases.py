@@ -260,10 +260,12 @@ def test_latent_attention(architecture: int, dtype: torch.dtype, num_heads: int)
         linear.head_linear(query[:, :, :key_dim], empty(num_heads * 512, key_dim, dtype=dtype), queries[:, :, :512])
         linear.head_linear(empty(rows, num_heads, 512, dtype=dtype), empty(num_heads * key_dim, 512, dtype=dtype))
         logits, correction = empty(rows, 256, dtype=torch.float32), empty(256, dtype=torch.float32)
-        routing = experts.route(logits, 8, RoutingRule(True, True, 8, 4, 2.5), correction)
-        outputs = ExpertOutputs(empty(8 * rows, 2048, dtype=dtype), routing, empty(rows, 2048, dtype=torch.float32))
-        experts.combine(*outputs)
-        elementwise.combine_and_norm(outputs, empty(2048, dtype=dtype), 1e-5, empty(rows, 2048, dtype=dtype))
+        for shared in (0, 1):
+            routing = experts.route(logits, 8, RoutingRule(True, True, 8, 4, 2.5, shared), correction)
+            beside = None if shared else empty(rows, 2048, dtype=torch.float32)
+            outputs = ExpertOutputs(empty((8 + shared) * rows, 2048, dtype=dtype), routing, beside)
+            experts.combine(*outputs)
+            elementwise.combine_and_norm(outputs, empty(2048, dtype=dtype), 1e-5, empty(rows, 2048, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

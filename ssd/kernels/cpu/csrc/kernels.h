@@ -52,11 +52,12 @@ struct linear {
     long row_groups;
 };
 
-/* The `count` experts of each row and their weights, by a RoutingRule (ssd/kernels/weights.py).  A pair is (row, place among
- * its experts); `order` has the pairs by expert, those of expert e from starts[e] on. */
+/* The `count` experts of each row and the `shared` ones behind them, and their weights, by a RoutingRule
+ * (ssd/kernels/weights.py).  A pair is (row, place among its experts); `order` has the pairs by expert, those of expert e
+ * from starts[e] on. */
 struct route {
     const float *logits, *correction;
-    long rows, experts, count, groups, kept_groups;
+    long rows, experts, count, shared, groups, kept_groups;
     int normalized, sigmoid;
     float scale;
     int32_t *ids;
