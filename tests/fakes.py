@@ -127,6 +127,7 @@ class BareDecoder:
     heads = None
     kv_bytes_per_token = 1
     kv_groups = (KVGroup(None, ()),)
+    target_ids = None
 
     def __init__(self, vocab_size: int, max_position: int = 1 << 20) -> None:
         self.tp = TensorParallel()

@@ -113,8 +113,11 @@ class ReferenceOps(SharedOps):
         if rule.normalized or not rule.sigmoid:
             weights = weights / ((weights if rule.normalized else numbers).sum(1, keepdim=True) + 1e-20 * rule.sigmoid)
         weights = weights * rule.scale
+        last = torch.arange(rule.shared, device=ids.device) + logits.shape[1]
+        ids = torch.cat([ids, last.expand(len(ids), -1)], 1)
+        weights = torch.nn.functional.pad(weights, (0, rule.shared), value=1.0)
         by_expert = ids.flatten().sort(stable=True)
-        firsts = torch.arange(logits.shape[1] + 1, device=ids.device)
+        firsts = torch.arange(logits.shape[1] + rule.shared + 1, device=ids.device)
         starts = torch.searchsorted(by_expert.values, firsts, out_int32=True)
         return Routing(ids.int(), weights, by_expert.indices.int(), starts)
 

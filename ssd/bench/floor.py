@@ -44,13 +44,16 @@ class Floor:
 
 def streamed_bytes(decoder: Decoder, rows: int = 1) -> float:
     """Stored weights that a step of so many rows reads, on all ranks: those of the layers and the head, not rows of
-    the embedding that are looked up. Of experts those that random choices of all rows hit."""
+    the embedding that are looked up. Of experts those that random choices of all rows hit, and shared ones."""
     total = float(_stored_bytes(decoder.head, decoder.dtype))
     for layer in decoder.layers:
         linear = [each for each in layer.parameters() if isinstance(each, Linear)]
         for each in linear:
-            spec = layer.mlp.spec if isinstance(layer.mlp, Experts) and each.use.experts else None
-            hit = 1.0 if spec is None else 1 - (1 - spec.experts_per_token / spec.num_experts) ** rows
+            mlp, hit = layer.mlp, 1.0
+            if isinstance(mlp, Experts) and each.use.experts:
+                spec, shared = mlp.spec, mlp.rule.shared
+                chosen = spec.num_experts * (1 - (1 - spec.experts_per_token / spec.num_experts) ** rows)
+                hit = (chosen + shared) / (spec.num_experts + shared)
             total += hit * _stored_bytes(each, decoder.dtype)
     return total
 

@@ -66,6 +66,8 @@ class BlockRunner(DraftRunner):
         self.draft = draft
         self._rows = BlockRows(self.shapes.max_sequences * draft.block.queries(self.shapes.lookahead), self.device)
         self._sequences = torch.arange(shapes.max_sequences, device=self.device)
+        beams = 0 if self.trees is None else self.trees.beams
+        self._following = torch.zeros(shapes.max_sequences * beams, dtype=torch.int32, device=self.device)
         self._confidence = None if self.on_cuda else draft.confidence  # its results would come too late for the host
 
     @torch.inference_mode()
@@ -127,7 +129,7 @@ class BlockRunner(DraftRunner):
             last = batch.token_ids.view(n, -1)[:, 0]
             if draft.walk is None:
                 rows = Rows(rows.slots.view(-1), rows.positions.view(-1))
-                self.choice.choose_all(shape, self._in_target(logits.flatten(0, 1)), rows)
+                self.choice.choose_all(shape, logits.flatten(0, 1), rows)
             else:
                 self._walk(draft.walk, shape, rows, last, states, logits)
             if self._confidence is not None:
@@ -162,7 +164,7 @@ class BlockRunner(DraftRunner):
         walk.begin()
         for j in range(logits.shape[1]):
             own = walk.logits(logits[:, j], last.contiguous(), states[:, j].contiguous())
-            self.choice.choose(shape, j, self._in_target(own), Rows(rows.slots[j], rows.positions[j]))
+            self.choice.choose(shape, j, own, Rows(rows.slots[j], rows.positions[j]))
             last = self.buffers.chain[: shape.sequences, j]
 
     def _write_trees(self, trees: DraftTrees, shape: RunShape, levels: int) -> None:
@@ -171,24 +173,22 @@ class BlockRunner(DraftRunner):
             n, walk = shape.sequences, self.draft.walk
             batch, _ = self._inputs(n, levels)
             states, logits = self._states(batch, n, levels)
-            first, tokens = (each.view(n, -1)[:, 0] for each in (batch.positions, batch.token_ids))
+            first, last = (each.view(n, -1)[:, 0].contiguous() for each in (batch.positions, batch.token_ids))
             slots, sequence = self.buffers.inputs(branches=False).slots(n), self._sequences[:n]
+            rows, tokens, following = Rows(slots, first), last, self._following[: n * trees.beams]
             trees.begin(n, levels)
             if walk is not None:
                 walk.begin()
             for level in range(levels):
                 own = logits[sequence, level]
                 if walk is not None:
-                    own = walk.logits(own, tokens.flatten().contiguous(), states[sequence, level])
-                rows = Rows(slots[sequence], first[sequence] + (level + 1))
-                tokens, above = trees.add(self._in_target(own), rows, shape.needs)
-                sequence = sequence[above]
+                    own = walk.logits(own, tokens, states[sequence, level])
+                above = trees.add(own, Rows(rows.slots, rows.positions + (level + 1)), shape.needs, following)
+                if not level:  # then a sequence has as many rows at all levels
+                    sequence, rows, tokens = above, Rows(slots[above], first[above]), following
                 if walk is not None:
                     walk.follow(above)
             trees.store(slots, Origin.DRAFT)
-
-    def _in_target(self, logits: torch.Tensor) -> torch.Tensor:
-        return self.draft.in_target_vocabulary(logits)[:, : self.state.vocab_size]
 
     def _inputs(self, n: int, count: int) -> tuple[DeviceBatch, Rows]:
         """The blocks of n sequences, and the tokens that they write: [n, count], or [count, n] for a walk.

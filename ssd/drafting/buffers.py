@@ -203,8 +203,9 @@ class DraftBuffers:
             place.copy_(each)
         return kept
 
-    def follow(self, above: torch.Tensor, beams: int, depth: int) -> None:
-        """Gives each row the KV of `depth` tokens in the branch slots of the row that it follows (int64 [rows])."""
+    def follow(self, above: torch.Tensor, beams: int, depth: int, states: torch.Tensor | None) -> None:
+        """Gives each row the KV of `depth` tokens in the branch slots of the row that it follows (int64 [rows]), and
+        its hidden state, if these are there."""
         kernels(self.device).rounds.follow_rows(
             above=above,
             caches=self.runner.own_caches,
@@ -212,6 +213,7 @@ class DraftBuffers:
             depth=depth,
             first_slot=self.first_slot,
             slots_per_branch=self.shapes.lookahead,
+            states=states,
         )
 
     def row_batch(self, shape: RunShape, depth: int, tables: Tables, beams: torch.Tensor | None = None) -> DeviceBatch:

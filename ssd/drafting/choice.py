@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import pad
 
 from ssd.drafting.buffers import DraftBuffers
 from ssd.drafting.fan_out import RANKS
@@ -26,17 +27,17 @@ class TokenChoice:
         self.buffers = buffers
         self.rejection = rejection
         self.saguaro_c = saguaro_c
-        self.sampler = Sampler(buffers.state.sampling)
+        self.sampler, self._ids = Sampler(buffers.state.sampling), buffers.runner.decoder.target_ids
         kept = (*buffers.chain.T.shape, buffers.state.vocab_size) if rejection else (0,)
         self.distributions = torch.zeros(kept, dtype=torch.float64, device=buffers.device)  # of each column of `chain`
 
     def choose(self, shape: RunShape, column: int, logits: torch.Tensor, rows: Rows) -> None:
         """One token per row, and its confidence (at least 0): the margin of its score, or -log(1 - q)."""
-        logits, chain, confidence = self.widened(logits, shape.needs), self.buffers.chain, self.buffers.confidence
+        chain, confidence = self.buffers.chain, self.buffers.confidence
         if not self.rejection:
             self._keep(logits, rows, shape.needs, column, 1)
             return
-        q = self.sampler.distribution(logits, rows, shape.needs)
+        q = self.sampler.distribution(self._in_target_vocabulary(logits), rows, shape.needs)
         q = reweighted(q, self.saguaro_c, _SAGUARO_FAN_OUT)
         drawn = self.sampler.draw(q, rows, Stream.DRAFT)
         sure = -torch.log1p(-q.gather(-1, drawn[:, None])[:, 0].clamp(max=1 - 1e-6)).float()
@@ -47,23 +48,22 @@ class TokenChoice:
     def choose_all(self, shape: RunShape, logits: torch.Tensor, rows: Rows) -> None:
         """Likewise, but several tokens of each row of the run at once, by the coupled rule: those of a row follow each
         other in `logits` and `rows`."""
-        self._keep(self.widened(logits, shape.needs), rows, shape.needs, 0, len(logits) // shape.rows)
+        self._keep(logits, rows, shape.needs, 0, len(logits) // shape.rows)
 
     def rank(self, logits: torch.Tensor, rows: Rows, needs: Needs, excluded: torch.Tensor) -> torch.Tensor:
         """The RANKS likeliest tokens of each row, best first, without the excluded one: int32 [R, RANKS]."""
-        logits = self.widened(logits, needs)
         if not self.rejection:
-            return self.sampler.best(logits, rows, needs, RANKS, excluded)[0].clamp_(min=0)
-        q = self.sampler.distribution(logits, rows, needs)
+            return self.best(logits, rows, needs, RANKS, excluded)[0].clamp_(min=0)
+        q = self.sampler.distribution(self._in_target_vocabulary(logits), rows, needs)
         index = excluded.long()[:, None]
         q = torch.where(index >= 0, q.scatter(-1, index.clamp(min=0), 0.0), q)
         values, tokens = q.topk(min(RANKS, q.shape[-1]), dim=-1)
         tokens = torch.where(values > 0, tokens, 0).int()  # without probability: may be beyond the draft's vocabulary
-        return torch.nn.functional.pad(tokens, (0, RANKS - tokens.shape[-1]))
+        return pad(tokens, (0, RANKS - tokens.shape[-1]))
 
     def _keep(self, logits: torch.Tensor, rows: Rows, needs: Needs, column: int, each: int) -> None:
         """`each`: tokens of a row of the run, from `column` on."""
-        best, scores = self.sampler.best(logits, rows, needs, 2)
+        best, scores = self.best(logits, rows, needs, 2)
         kernels(self.buffers.device).rounds.keep_best(
             best=best,
             scores=scores,
@@ -74,9 +74,18 @@ class TokenChoice:
             max_confidence=_MAX_CONFIDENCE,
         )
 
-    def widened(self, logits: torch.Tensor, needs: Needs) -> torch.Tensor:
-        """Bias, penalties and the rejection rule need the target's vocabulary, which may be larger than the draft's."""
-        missing = self.buffers.state.vocab_size - logits.shape[-1]
-        if missing > 0 and (self.rejection or needs.adjusted):
-            return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-        return logits
+    def best(
+        self, logits: torch.Tensor, rows: Rows, needs: Needs, count: int, excluded: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Sampler.best`, of tokens that the target has."""
+        if needs.adjusted:
+            return self.sampler.best(self._in_target_vocabulary(logits), rows, needs, count, excluded)
+        own = logits[:, : self.buffers.state.vocab_size]
+        return self.sampler.best(own, rows, needs, count, excluded, self._ids)
+
+    def _in_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        """Bias, penalties and the rejection rule need logits of all tokens that the target has, and of no others."""
+        (rows, own), size = logits.shape, self.buffers.state.vocab_size
+        if self._ids is not None:
+            return logits.new_full((rows, size), -torch.inf).index_copy_(1, self._ids.long(), logits)
+        return logits[:, :size] if own >= size else pad(logits, (0, size - own), value=-torch.inf)

@@ -322,7 +322,7 @@ class ForestRunner(DraftRunner):
 
     def _ranked(self, logits: torch.Tensor, rows: Rows, needs: Needs, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The best tokens that may follow each row, int32, and the logarithms of a softmax of their scores."""
-        tokens, scores = self.choice.sampler.best(logits, rows, needs, count)
+        tokens, scores = self.choice.best(logits, rows, needs, count)
         scores = scores.log_softmax(-1)
         # Rows of padding, and those of kernels that are only compiled, may have anything.
         return tokens.clamp(min=0, max=self.state.vocab_size - 1), torch.where(scores.isnan(), -torch.inf, scores)
@@ -355,7 +355,7 @@ class ForestRunner(DraftRunner):
             block_tables=tables.blocks[:, 1:],
             table_rows=tables.rows,
         )
-        return self.choice.widened(self._forward(shape, batch), shape.needs)
+        return self._forward(shape, batch)
 
     def _pass(self, shape: RunShape, depth: int) -> _Rows:
         """Of the reading (-1), or of a level."""

@@ -57,8 +57,11 @@ class HeadRunner(DraftRunner):
         self._carry = torch.tensor(powers, dtype=head.dtype, device=self.device)
 
     def follow_rows(self, above: torch.Tensor, beams: int, depth: int) -> None:
-        super().follow_rows(above, beams, depth)
-        self.head.hidden[: len(above)].copy_(self.head.hidden[above])
+        states = self.head.hidden[: len(above)]
+        if depth:
+            self.buffers.follow(above, beams, depth, states)
+        else:  # rows of other sequences are above: one of each was read
+            states.copy_(self.head.hidden[above])
 
     def _copy_inputs(self, n: int, branches: bool) -> None:
         """For branches also what the verification overwrites: the feature before the last token, and its block."""

@@ -131,7 +131,7 @@ class DraftRunner:
         self.graphs = PieceGraphs(enabled=graphs and self.on_cuda, on_use=on_use, recordings=recordings)
         self.one_kernel: PersistentStep | None = None  # for steps of small batches, takes the whole GPU
         self.part: Part | None = None  # of the GPU, where small preparations compute beside the target
-        self.trees = DraftTrees(self.state) if self.state.tree is not None else None
+        self.trees = DraftTrees(self.state, self.choice) if self.state.tree is not None else None
         if self.trees is not None:
             beams = shapes.max_sequences, self.trees.beams
             self._behind = torch.zeros(beams, dtype=torch.int32, device=self.device)  # see `_grow`
@@ -409,19 +409,18 @@ class DraftRunner:
             trees.begin(n, levels)
             logits = self.read(shape, buffers.indices(shape).before + count)
             rows = Rows(inputs.slots(n), inputs.first[:n] + count)
-            tokens, above = trees.add(self.choice.widened(logits, shape.needs), rows, shape.needs)
+            tokens = buffers.chain[: grown.rows]
+            above = trees.add(logits, rows, shape.needs, tokens[:, 0])
             for depth in range(levels - 1):
                 self.follow_rows(above, trees.beams, depth)
-                buffers.chain[: grown.rows, depth].copy_(tokens.flatten())
                 logits = self._forward(shape, buffers.row_batch(grown, depth, self._tables(shape), behind))
-                rows = buffers.decided(grown)
-                tokens, above = trees.add(self.choice.widened(logits, shape.needs), rows, shape.needs)
+                above = trees.add(logits, buffers.decided(grown), shape.needs, tokens[:, depth + 1])
             trees.store(inputs.slots(n), Origin.DRAFT)
 
     def follow_rows(self, above: torch.Tensor, beams: int, depth: int) -> None:
         """Gives each row what the row above it has: the KV of `depth` tokens in branch slots."""
         if depth:
-            self.buffers.follow(above, beams, depth)
+            self.buffers.follow(above, beams, depth, None)
 
     def _read_and_plan(self, shape: RunShape, fan_out: FanOut) -> None:
         n, width, buffers = shape.sequences, shape.width, self.buffers
@@ -465,15 +464,12 @@ class DraftRunner:
         return Tables(self.model_runner.tables.tensor, slots)
 
     def _forward(self, shape: RunShape, batch: DeviceBatch) -> torch.Tensor:
-        """Logits of a forward pass, without tokens that the target does not have."""
         step = None if self.shared and shape.branches else self.one_kernel
         if self._joined and self.turns is not None:
-            logits = self.turns.forward(batch)
-        elif step is not None and step.takes(batch):
-            logits = step(batch)
-        else:
-            logits = self.decoder(_of_first_rank(self.decoder.tp, batch), self.kv)
-        return logits[:, : self.state.vocab_size]
+            return self.turns.forward(batch)
+        if step is not None and step.takes(batch):
+            return step(batch)
+        return self.decoder(_of_first_rank(self.decoder.tp, batch), self.kv)
 
 
 def _of_first_rank(tp: TensorParallel, batch: DeviceBatch) -> DeviceBatch:

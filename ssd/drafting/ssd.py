@@ -3,7 +3,7 @@
 While the target verifies, the draft model prepares the next draft for each of its likely outcomes. If the outcome is
 among them (a hit), the next round's draft is ready. If not (a miss), the backup is used: `jit`, a draft that is written
 now while the target waits, or `fast`, the sibling: the draft prepared for the same number of accepted tokens and
-another last token. Drafts are chains, or trees (`ssd.drafting.forest`).
+another last token. Drafts are chains, or trees (`ssd.drafting.ahead`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ssd.core import MODEL_WRITTEN, Origin, Outcome, Proposal, Sequence, Work
+from ssd.core import Origin, Outcome, Proposal, Sequence, Work
 from ssd.decoding.drafter import Confidence, Drafter, PerRound, Prepared, never
+from ssd.drafting.ahead import ChainsAhead, TreesAhead
 from ssd.drafting.estimate import Average, TypicalSeconds
-from ssd.drafting.fan_out import FanOut, OutcomeStatistics
-from ssd.drafting.forest import ForestRunner
+from ssd.drafting.fan_out import FanOut
 from ssd.drafting.model import Able, DraftSource, wants_draft
 from ssd.drafting.runner import DraftRun, StagedBranches
-from ssd.errors import ConfigError
 
 _DECREASE, _INCREASE = 0.75, 0.25  # AIMD limit of branches: multiplied after an interrupted preparation, else added to
 _MIN_BRANCHES = 2.0
@@ -97,17 +96,12 @@ class SSDDrafter(Drafter):
         levels: int = 0,
     ) -> None:
         super().__init__()
-        self.model, self.runner, self.levels = model, model.runner, levels
-        self.forests: ForestRunner | None = None
-        if levels:
-            assert isinstance(model.runner, ForestRunner)
-            self.forests = model.runner
-        self.fan_out = fan_out
+        self.model, self.runner = model, model.runner
+        self.ahead = TreesAhead(model, fan_out, levels) if levels else ChainsAhead(model, fan_out)
         self.lookahead = lookahead
         self.budget = budget
         self.overlap = overlap
         self.policy = BackupPolicy(backup)
-        self.statistics = OutcomeStatistics()
         self._in_time = float(model.runner.shapes.max_width)  # branches per sequence that are prepared in time
         self._interrupted = 0  # branches of the last preparation, if it was
         self._run: DraftRun | None = None  # the last preparation
@@ -132,7 +126,7 @@ class SSDDrafter(Drafter):
             self._looked_up = [(work, own) for work, own in able if work.sequence.id in prepared]
             proposals, missed = self._look_up(run, places)
         if unprepared or missed:
-            written, self._written = self.model.write(unprepared + missed, levels=self.levels)
+            written, self._written = self.model.write(unprepared + missed, levels=self.ahead.levels)
             proposals |= {id(work): p for (work, _), p in zip(unprepared + missed, written, strict=True)}
             proposals |= {id(work): replace(proposals[id(work)], origin=Origin.JIT) for work, _ in missed}
         return [proposals.get(id(work), Proposal()) for work in works]
@@ -143,20 +137,9 @@ class SSDDrafter(Drafter):
         On the device, misses get their sibling's draft. With the rejection rule the host looks up, too, and misses are
         written.
         """
-        if self.forests is not None:
-            self.forests.look_up_trees(run)
-            trees = {
-                id(work): Proposal(num_on_device=work.lookahead, origin=Origin.HIT, parents=())
-                for work, _ in self._looked_up
-            }
-            return trees, []
-        self.runner.look_up(run)
+        self.ahead.look_up(run)
         if not self.runner.rejection:
-            on_device = {
-                id(work): Proposal(num_on_device=min(work.lookahead, run.depth), origin=Origin.HIT)
-                for work, _ in self._looked_up
-            }
-            return on_device, []
+            return {id(work): self.ahead.proposal(work, run) for work, _ in self._looked_up}, []
         found: dict[int, Proposal] = {}
         missed = []
         for work, own in self._looked_up:
@@ -181,23 +164,18 @@ class SSDDrafter(Drafter):
         able = [(work, own) for work in wanted if (own := self.model.state_of(work, works))]
         self.model.read_prompts(able)
         deciding = [pair for pair in able if pair[0].decides and self.budget]
-        branching = [work for work, _ in deciding] if self.forests is not None else self.model.branching(deciding)
-        self._staged = None
-        if any(work.lookahead for work in branching):
-            if self.forests is not None:
-                self.model.num_unread(deciding)  # reads what a run would not
-            self._staged = self._stage(branching)
+        branching = self.ahead.able(deciding)
+        self._staged = self._stage(branching) if any(work.lookahead for work in branching) else None
         for work in works:
             if work.proposal.origin is Origin.DRAFT:
                 self.model.mark_read(work, branched=False)
         if self._back_up() and self._staged is not None:
-            restage = self.runner.restage if self.forests is None else self.forests.restage_forest
-            restage(self._staged)  # the backup has changed the drafts
+            self.ahead.restage(self._staged)  # the backup has changed the drafts
         if self._staged is None:
             return False
         for work in branching:
             self.model.mark_read(work, branched=True)
-        return self.overlap and self.forests is None and self.runner.part_of(self._staged.shape) is not None
+        return self.overlap and self.ahead.in_part(self._staged)
 
     def _back_up(self) -> bool:
         """Writes drafts after misses if the policy says so (this waits for the look-up); returns whether it did."""
@@ -208,30 +186,21 @@ class SSDDrafter(Drafter):
         missed = [pair for pair, origin in zip(looked_up, origins, strict=True) if origin is not Origin.HIT]
         if not missed or not self.policy.waits(len(missed), len(looked_up)):
             return False
-        _, self._written = self.model.write(missed, Origin.JIT, levels=self.levels)
+        _, self._written = self.model.write(missed, Origin.JIT, levels=self.ahead.levels)
         for work, _ in missed:
             self.model.mark_read(work, branched=False)
         return True
 
     def _stage(self, works: Seq[Work]) -> StagedBranches:
-        shapes, slots = self.runner.shapes, [work.slot for work in works]
-        drafted = [work.proposal.num_tokens for work in works]
-        params = [work.sequence.params for work in works]
-        budget = shapes.width_within(min(self.budget, shapes.width_of(len(works)), self._in_time))
+        shapes = self.runner.shapes
         self._places = {work.sequence.id: place for place, work in enumerate(works)}
-        if self.forests is not None:
-            return self.forests.stage_forest(slots, drafted, params, budget=budget, fan_out=self.fan_out)
-        return self.runner.stage_branches(
-            slots, drafted, params, budget=budget, fan_out=self.fan_out, statistics=self.statistics
-        )
+        most = min(self.budget, shapes.width_of(len(works)), self._in_time)
+        return self.ahead.stage(works, shapes.width_within(most))
 
     def prepare(self, works: Seq[Work], interrupted: Callable[[], bool] = never) -> None:
         staged, self._staged = self._staged, None
-        if staged is not None and self.forests is not None:
-            self._run = self.forests.grow(staged, self.levels, overlap=self.overlap)
-        elif staged is not None:
-            count = max(work.lookahead for work in works)
-            self._run = self.runner.branch(staged, count, overlap=self.overlap, interrupted=interrupted)
+        if staged is not None:
+            self._run = self.ahead.prepare(staged, works, overlap=self.overlap, interrupted=interrupted)
             if interrupted():
                 self._interrupted = staged.shape.width
             else:
@@ -255,19 +224,14 @@ class SSDDrafter(Drafter):
     def prepared(self, sequence: Sequence) -> Prepared:
         """Empty under the rejection rule: drafts are of no use without their distributions."""
         run, rows = self._run, self._rows(sequence)
-        if run is not None and rows and self.forests is not None:
-            place = self._places[sequence.id]
-            trees = self.forests.trees_of(run, place)
-            return {outcome: trees[row - place * run.width] for outcome, row in rows.items()}
-        return {} if run is None else {outcome: tuple(run.tokens[row][1:]) for outcome, row in rows.items()}
+        if run is None or not rows:
+            return {}
+        drafts = self.ahead.drafts(run, self._places[sequence.id], [*rows.values()])
+        return dict(zip(rows, drafts, strict=True))
 
     def prepared_confidence(self, sequence: Sequence) -> Confidence:
         run, rows = self._run, self._rows(sequence)
-        if run is None or not rows or self.levels:
-            return {}
-        first = min(rows.values())
-        sure = self.runner.confidence(run, first, max(rows.values()) + 1)
-        return {outcome: tuple(sure[row - first]) for outcome, row in rows.items()}
+        return {} if run is None else dict(zip(rows, self.ahead.confidence(run, [*rows.values()]), strict=False))
 
     def _rows(self, sequence: Sequence) -> dict[tuple[int, int], int]:
         """By outcome: the row of its branch in the last preparation."""
@@ -281,16 +245,14 @@ class SSDDrafter(Drafter):
         return rows
 
     def pin_hits(self, rate: float) -> None:
-        if self.levels:
-            raise ConfigError("hits are drawn for chains only: leave trees out")
-        self.runner.pin_hits(rate)
+        self.ahead.pin_hits(rate)
 
     def forget(self, sequence: Sequence) -> None:
         self._places.pop(sequence.id, None)
         self.model.forget(sequence)
 
     def _learn(self, round_: _Round, works: Seq[Work], outcomes: Seq[Outcome | None]) -> None:
-        """Updates the statistics from a round whose runs have ended: acceptance, ranks, times of the draft model."""
+        """Learns from a round whose runs have ended: times of the draft model, and what `ahead` wants to know."""
         run, written = round_
         if written is not None:
             self.stats.busy_seconds += written.seconds
@@ -298,14 +260,4 @@ class SSDDrafter(Drafter):
         if run is None:
             return
         self.stats.busy_seconds += run.seconds
-        if self.levels:
-            return  # outcomes are ranked by scores
-        place = {slot: i for i, slot in enumerate(run.slots)}
-        for work, outcome in zip(works, outcomes, strict=True):
-            i = place.get(work.slot)
-            if i is None or outcome is None or (outcome.draft and outcome.origin not in MODEL_WRITTEN):
-                continue
-            accepted, ranked = outcome.num_accepted, run.likeliest[i][outcome.num_accepted]
-            own = outcome.token_ids[-1]
-            rank = ranked.index(own) if own in ranked else None
-            self.statistics.learn(run.confidence[i][: len(outcome.draft)], accepted, rank)
+        self.ahead.learn(run, works, outcomes)

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import torch
 
+from ssd.drafting.choice import TokenChoice
 from ssd.execution.state import SequenceState
 from ssd.kernels.device import kernels
 from ssd.kernels.state import Candidates
-from ssd.sampling.sampler import Needs, Rows, Sampler
+from ssd.sampling.sampler import Needs, Rows
 
 MOST_BEAMS = 8  # of a sequence, and children of each
 
@@ -31,11 +32,11 @@ class DraftTrees:
     that are, are the best tree of so many nodes.
     """
 
-    def __init__(self, state: SequenceState) -> None:
+    def __init__(self, state: SequenceState, choice: TokenChoice) -> None:
         assert state.tree is not None
         self.state, self.parents = state, state.tree.parents
         self.beams = beams_of(state.drafts.shape[1])
-        self._sampler, self._kernels = Sampler(state.sampling), kernels(state.device).trees
+        self._choice, self._kernels = choice, kernels(state.device).trees
 
     def begin(self, sequences: int, levels: int) -> None:
         total = self.beams + (levels - 1) * self.beams**2
@@ -45,21 +46,22 @@ class DraftTrees:
         self._beams: tuple[torch.Tensor, torch.Tensor] | None = None
         self._count = 0
 
-    def add(self, logits: torch.Tensor, rows: Rows, needs: Needs) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(self, logits: torch.Tensor, rows: Rows, needs: Needs, following: torch.Tensor) -> torch.Tensor:
         """The next level: its candidates follow the rows of `logits`, of each sequence one, later its beams.
 
-        Returns the tokens of the new beams int32 [sequences, beams], and the rows (int64, all of them in one) that they
+        Writes the tokens of the new beams to `following`: int32 [sequences * beams]. Returns the rows (int64) that they
         are behind.
         """
-        tokens, scores = self._sampler.best(logits, rows, needs, MOST_BEAMS)
-        following, above, self._beams = self._kernels.grow(
-            *(tokens, scores, self._beams, self._candidates),
+        tokens, scores = self._choice.best(logits, rows, needs, MOST_BEAMS)
+        above: torch.Tensor
+        above, self._beams = self._kernels.grow(
+            *(tokens, scores, self._beams, self._candidates, following),
             first=self._count,
             children=self.beams,
             vocab_size=self.state.vocab_size,
         )
-        self._count += len(logits) // len(following) * self.beams
-        return following, above
+        self._count += len(logits) * self.beams**2 // len(following)
+        return above
 
     def store(self, slots: torch.Tensor, origin: int) -> None:
         """Makes the best candidates the drafts of the sequences in these slots, in the order of their scores.

@@ -181,7 +181,10 @@ class Ops(Protocol):
     def route(
         self, logits: torch.Tensor, count: int, rule: RoutingRule, correction: torch.Tensor | None = None
     ) -> Routing:
-        """The `count` experts of each row and their weights; `correction`: float32 [experts], see `RoutingRule`."""
+        """The `count` experts of each row and their weights, and those that all rows have (`RoutingRule.shared`).
+
+        `correction`: float32 [experts], see `RoutingRule`.
+        """
 
     def combine(
         self, x: torch.Tensor, routing: Routing, shared: torch.Tensor | None = None, *, float32: bool = False

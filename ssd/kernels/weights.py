@@ -67,7 +67,8 @@ class RoutingRule(NamedTuple):
     By the largest logits; their weights are a softmax, over the chosen ones (`normalized`) or over all experts. With
     `sigmoid`: by the largest sums of the logit's sigmoid and the expert's correction, from the `kept_groups` groups (of
     consecutive experts) whose two largest sums add up to most; their weights are the sigmoids, divided by the sum of
-    the chosen ones' (`normalized`). All weights are multiplied by `scale`.
+    the chosen ones' (`normalized`). All weights are multiplied by `scale`. Every row has `shared` more experts, with
+    the numbers behind those of the logits and the weight 1.
     """
 
     normalized: bool = True
@@ -75,6 +76,7 @@ class RoutingRule(NamedTuple):
     groups: int = 1
     kept_groups: int = 1
     scale: float = 1.0
+    shared: int = 0
 
 
 SOFTMAX_OF_CHOSEN = RoutingRule()
@@ -84,7 +86,7 @@ SOFTMAX_OF_CHOSEN = RoutingRule()
 class Routing:
     """The experts of each row. Pair p is the row p // k with the expert that comes p % k-th among its k experts."""
 
-    experts: torch.Tensor  # int32 [rows, k], the largest weight first
+    experts: torch.Tensor  # int32 [rows, k], the largest weight first, and last those of all rows
     weights: torch.Tensor  # float32 [rows, k]
     order: torch.Tensor  # int32 [rows * k]: the pairs, by expert
     starts: torch.Tensor  # int32 [experts + 1]: where those of each expert begin in `order`

@@ -2,7 +2,8 @@
 
 The experts' weights are one gate/up weight and one down weight, whose parts are the tensors of single experts. Ranks
 split the experts' inner dimension; all of them compute the same routing. What the experts of a token give is added in
-the router's order, the largest weight first, whatever other tokens there are.
+the router's order, the largest weight first, whatever other tokens there are. A shared expert comes last, with weight
+1: it is one more of these experts if it has their size and formats, else an MLP beside them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from ssd.kernels.ops import ExpertOutputs
-from ssd.kernels.weights import Rows
+from ssd.kernels.weights import SWIGLU, Rows
 from ssd.layers.formats import Use
 from ssd.layers.linear import ColumnLinear, ReplicatedLinear, RowLinear
 from ssd.layers.mlp import MLP
@@ -56,18 +57,21 @@ class Experts:
         """`name`: the layer's."""
         names, inner, count = spec.names, spec.intermediate_size, spec.num_experts
         block = f"{name}.{names.block}"
-        each = [f"{block}.experts.{i}" for i in range(count)]
-        self.spec, self.ops, self.tp = spec, build.ops, build.tp
+        each, shared = [f"{block}.experts.{i}" for i in range(count)], f"{block}.shared_experts"
+        if one_more := _alike(build, shared, each[0], spec):
+            each.append(shared)
+        self.spec, self.ops, self.tp, self.rule = spec, build.ops, build.tp, spec.rule._replace(shared=int(one_more))
         self.router = Router(build, {f"{block}.{names.router}": count}, hidden_size, bias=spec.bias)
         gates_ups = {f"{expert}.{part}": inner for part in (names.gate, names.up) for expert in each}
         downs = {f"{expert}.{names.down}": hidden_size for expert in each}
-        self.gate_up = ColumnLinear(build, gates_ups, hidden_size, bias=spec.bias, use=Use(gated=True, experts=count))
-        self.down = RowLinear(build, downs, inner, bias=spec.bias, use=Use(experts=count))
+        uses = Use(gated=True, experts=len(each)), Use(experts=len(each))
+        self.gate_up = ColumnLinear(build, gates_ups, hidden_size, bias=spec.bias, use=uses[0])
+        self.down = RowLinear(build, downs, inner, bias=spec.bias, use=uses[1])
         self.correction = self.shared = None
         if spec.rule.sigmoid:
             self.correction = Correction(build, f"{block}.{names.router}.e_score_correction_bias", count)
-        if spec.shared_size:
-            self.shared = MLP(build, f"{block}.shared_experts", MLPSpec(spec.shared_size), hidden_size)
+        if spec.shared_size and not one_more:
+            self.shared = MLP(build, shared, MLPSpec(spec.shared_size), hidden_size)
 
     def parameters(self) -> Iterator[Parameter]:
         yield from (self.router, self.gate_up, self.down)
@@ -80,7 +84,7 @@ class Experts:
         """Ranks add up what they have; without them, the norm that follows does."""
         spec, ops, wide = self.spec, self.ops, self.tp.group is not None
         correction = None if self.correction is None else self.correction.numbers
-        routing = ops.route(self.router(x), spec.experts_per_token, spec.rule, correction)
+        routing = ops.route(self.router(x), spec.experts_per_token, self.rule, correction)
         inner = self.gate_up.weight.expert_linear(x, routing, self.gate_up.bias, glu=spec.glu)
         bias = self.down.bias if self.tp.rank == 0 else None
         outputs = self.down.weight.expert_linear(inner, routing, bias, float32=wide)
@@ -88,3 +92,11 @@ class Experts:
         if not wide:
             return ExpertOutputs(outputs, routing, shared)
         return self.tp.sum(ops.combine(outputs, routing, shared, float32=True), x.dtype)
+
+
+def _alike(build: Build, shared: str, routed: str, spec: ExpertsSpec) -> bool:
+    """Whether the shared experts have the size, function and formats of one that is chosen."""
+    if spec.shared_size != spec.intermediate_size or spec.bias or spec.glu != SWIGLU:
+        return False
+    parts = spec.names.gate, spec.names.up, spec.names.down
+    return all(build.format_of(f"{shared}.{part}") == build.format_of(f"{routed}.{part}") for part in parts)

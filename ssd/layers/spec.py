@@ -214,7 +214,7 @@ class ExpertNames:
 class ExpertsSpec:
     """A mixture of experts, gated MLPs of which a router chooses some for each token.
 
-    Shared experts, which all tokens have, are one gated MLP beside them.
+    Shared experts, which all tokens have, are stored as one gated MLP.
     """
 
     num_experts: int
@@ -232,7 +232,8 @@ class ExpertsSpec:
 
     def activation_width(self, hidden_size: int) -> int:
         each = 3 * self.intermediate_size + 2 * hidden_size
-        return 3 * (self.num_experts + self.shared_size) + self.experts_per_token * each
+        shared = 3 * self.shared_size + 2 * hidden_size if self.shared_size else 0
+        return 3 * self.num_experts + self.experts_per_token * each + shared
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,8 @@ class Decoder:
     `windowed`: KV behind the windows of its layers is freed (`DecoderConfig.kv_groups`).
     """
 
+    target_ids: torch.Tensor | None = None  # int32: of the tokens that logits are of, if these are a draft's own
+
     def __init__(self, config: DecoderConfig, build: Build, *, max_positions: int, windowed: bool = False) -> None:
         check_split(config, build.tp.size)
         self.config = config

@@ -106,7 +106,6 @@ class FeatureDraft(Decoder):
         self._shared = shared
         self.embedding = self._own if shared is None or config.own_embedding else shared.embedding
         self.head = Embedding(build, "lm_head", config.draft_vocab_size, width, head=True)
-        self._target_ids: torch.Tensor | None = None  # of the tokens in the draft vocabulary
 
     def feature_projection(self, build: Build, *, bias: bool = False) -> ColumnLinear:
         """Makes features as wide as the draft."""
@@ -131,7 +130,7 @@ class FeatureDraft(Decoder):
 
     def map_tokens(self, target_ids: torch.Tensor | None) -> None:
         """`target_ids`: the target's ids of the draft vocabulary; None: they are the same."""
-        self._target_ids = None if target_ids is None else target_ids.to(self.device)
+        self.target_ids = None if target_ids is None else target_ids.to(self.device, torch.int32)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """Features as the draft reads them."""
@@ -140,13 +139,6 @@ class FeatureDraft(Decoder):
     def store(self, batch: DeviceBatch, hidden: torch.Tensor, kv: KVCache) -> None:
         """Writes K and V of tokens with their fused features, and computes nothing else."""
         raise NotImplementedError
-
-    def in_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        """Over the target's vocabulary, -inf for tokens that the draft does not have."""
-        if self._target_ids is None:
-            return logits
-        full = logits.new_full((len(logits), self.config.vocab_size), -torch.inf)
-        return full.index_copy_(1, self._target_ids, logits)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

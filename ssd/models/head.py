@@ -20,8 +20,7 @@ from ssd.models.feature_draft import FeatureDraft
 class Head(FeatureDraft):
     """`load` it, and give it `hidden`, before use.
 
-    A call takes the hidden states before its tokens from the first rows of `hidden`, and leaves its own there. Its
-    logits are those of the target's vocabulary, -inf for tokens that it does not have.
+    A call takes the hidden states before its tokens from the first rows of `hidden`, and leaves its own there.
     """
 
     hidden: torch.Tensor  # [rows, hidden_size]
@@ -47,7 +46,7 @@ class Head(FeatureDraft):
         features: Mapping[int, torch.Tensor] | None = None,
         states: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Float32 logits of all rows, over the target's vocabulary."""
+        """Float32 logits of all rows, over the draft's vocabulary."""
         hidden = self.hidden[: len(batch.token_ids)]
         rows, residual = self.inputs(batch.token_ids, hidden)
         [own] = kv
@@ -55,4 +54,4 @@ class Head(FeatureDraft):
         left = x if self.norm_output else residual
         if left is not hidden:
             hidden.copy_(left)
-        return self.in_target_vocabulary(self.head.logits(x))
+        return self.head.logits(x)

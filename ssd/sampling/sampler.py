@@ -186,14 +186,24 @@ class Sampler:
         return self.best(logits, rows, needs, 1)[0][:, 0]
 
     def best(
-        self, logits: torch.Tensor, rows: Rows, needs: Needs, count: int, excluded: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        rows: Rows,
+        needs: Needs,
+        count: int,
+        excluded: torch.Tensor | None = None,
+        ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The `count` tokens of the highest scores, the lower token where scores are equal: int32, float32 [R, count].
 
         Tokens that truncation leaves out, and the one of each row in `excluded` (int32 [R]; -1: none), score -inf;
         a score of -inf comes with token 0. The first token is -1 if there is no choice: all scores are -inf, or some
         logits NaN or +inf. `needs.adjusted` changes the logits.
+
+        `ids` (int32 [V]): those of the tokens whose logits are given; None: they are numbered. Which of two is the
+        lower one is a question of their places in `logits`. Adjustments know no ids.
         """
+        assert ids is None or not needs.adjusted
         if needs.adjusted:
             self.adjust(logits, rows)
         found: tuple[torch.Tensor, torch.Tensor] = kernels(logits.device).sampling.best(
@@ -204,6 +214,7 @@ class Sampler:
             truncated=needs.truncated,
             count=count,
             excluded=excluded,
+            ids=ids,
             constants=noise.constants(),
         )
         return found

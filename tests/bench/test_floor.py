@@ -53,6 +53,16 @@ def test_experts_that_a_token_does_not_use_are_not_read() -> None:
     assert streamed(config, rows=2) == pytest.approx(2 * (others + experts * (1 - (1 - 8 / 128) ** 2)))
 
 
+def test_a_shared_expert_is_read_by_every_step() -> None:
+    glm = SHAPES["glm-4.7-flash"]
+    config = replace(glm, layers=glm.layers[:2])
+    mlp = config.layers[1].mlp
+    assert isinstance(mlp, ExpertsSpec)
+    each = 3 * mlp.intermediate_size * config.hidden_size
+    others = weights(config) - mlp.num_experts * each - config.vocab_size * config.hidden_size
+    assert streamed(config) == pytest.approx(2 * (others + 4 * each))
+
+
 def test_shares() -> None:
     floor = Floor(num_bytes=2e9, bandwidth=50e9, decoded=20.0)
     expected = {"weight_bytes": 2e9, "bytes_per_second": 50e9, "tokens_per_second": 25.0, "share": 0.8}

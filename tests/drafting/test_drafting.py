@@ -437,12 +437,12 @@ def test_outcomes_are_told_and_not_found_by_comparing_tokens(model: DraftModel) 
     drafter = ahead(model)
     rounds = Rounds(drafter, model, texts=TEXTS[:1])
     rounds.launch()
-    before = drafter.statistics.acceptance.value
+    before = drafter.ahead.statistics.acceptance.value
     [_, draft] = rounds.launch()[0]
     rounds.state.append(0, len(rounds.sequences[0].tokens), [1], 0)
     rounds.sequences[0].tokens.append(1)  # nothing of the draft is there
     drafter.observe(rounds.works, [Outcome((*draft, 5), (), tuple(draft), Origin.DRAFT)], 0.02)
-    assert drafter.statistics.acceptance.value > before
+    assert drafter.ahead.statistics.acceptance.value > before
     assert drafter.policy.yields[Origin.DRAFT].value == K + 1
     rounds.end()
 
@@ -461,7 +461,7 @@ def test_a_round_that_it_took_no_part_in_is_nothing_to_learn_from(model: DraftMo
 def test_statistics_follow_what_stands_and_which_rank_comes(model: DraftModel) -> None:
     drafter = ahead(model)
     rounds = Rounds(drafter, model, texts=TEXTS[:1])
-    start = drafter.statistics
+    start = drafter.ahead.statistics
     before = start.acceptance.value, start.recovery.value.copy(), start.bonus.value.copy()
     rounds.launch()
     ranked = [token for after, token in rounds.drafter.prepared(rounds.sequences[0]) if after == 1]
@@ -479,12 +479,12 @@ def test_statistics_do_not_learn_from_a_siblings_draft(model: DraftModel, origin
     """It was written for another outcome: how much of it stands says nothing about drafts for this one."""
     drafter = ahead(model)
     rounds = Rounds(drafter, model, texts=TEXTS[:1])
-    before = drafter.statistics.acceptance.value
+    before = drafter.ahead.statistics.acceptance.value
     [_, draft] = rounds.launch()[0]
     rounds.state.append(0, len(rounds.sequences[0].tokens), [1], 0)
     rounds.sequences[0].tokens.append(1)
     drafter.observe(rounds.works, [Outcome((1,), (), tuple(draft), origin)], 0.02)
-    assert (drafter.statistics.acceptance.value < before) == learns
+    assert (drafter.ahead.statistics.acceptance.value < before) == learns
     rounds.end()
 
 

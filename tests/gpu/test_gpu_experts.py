@@ -20,14 +20,19 @@ from ssd import LLM, SamplingParams
 from ssd.kernels.codes import Codes, CodeType, bits_of, dequantize
 from ssd.kernels.ops import ExpertOutputs
 from ssd.kernels.triton.ops import TritonOps
-from ssd.kernels.weights import GLU, SOFTMAX_OF_CHOSEN, SWIGLU, Routing, Weight
+from ssd.kernels.weights import GLU, SOFTMAX_OF_CHOSEN, SWIGLU, Routing, RoutingRule, Weight
 from ssd.prompts import load_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_memory(10)]
 CUDA = torch.device("cuda")
 CLAMPED = GLU(1.702, 7.0, 1.0)
 ROWS = (1, 2, 5, 8, 16, 17, 40, 64, 65, 128, 200, 256, 513, 2000)
-SIZES = {"qwen3-30b-a3b": (128, 8, 2048, 768, SWIGLU), "gpt-oss-20b": (32, 4, 2880, 2880, CLAMPED)}
+SIZES = {
+    "qwen3-30b-a3b": (128, 8, 2048, 768, SWIGLU),
+    "gpt-oss-20b": (32, 4, 2880, 2880, CLAMPED),
+    "glm-4.7-flash": (65, 5, 2048, 1536, SWIGLU),
+}
+RULES = {"glm-4.7-flash": RoutingRule(True, True, 1, 1, 1.8, shared=1)}
 LAYERS: list[tuple[str, CodeType | None, int]] = [  # type of codes, and weights of one scale (0: a whole row)
     ("qwen3-30b-a3b", None, 0),
     ("qwen3-30b-a3b", "fp8", 0),
@@ -36,19 +41,24 @@ LAYERS: list[tuple[str, CodeType | None, int]] = [  # type of codes, and weights
     ("gpt-oss-20b", "int4", 32),
     ("qwen3-30b-a3b", "int4", 128),
     ("qwen3-30b-a3b", "fp8", 128),
+    ("glm-4.7-flash", None, 0),
+    ("glm-4.7-flash", "fp8", 0),
+    ("glm-4.7-flash", "fp8", 128),
 ]
 
 
 class Layer:
-    """Random experts of a published size, in bfloat16."""
+    """Random experts of a published size, in bfloat16, the last of which may be shared."""
 
     def __init__(self, name: str, code: CodeType | None, group: int) -> None:
         self.experts, self.per_row, self.hidden, self.inner, self.glu = SIZES[name]
-        self.ops = TritonOps()
+        self.ops, self.rule = TritonOps(), RULES.get(name, SOFTMAX_OF_CHOSEN)
         torch.manual_seed(0)
         self.gate_up = self._weight(2 * self.inner, self.hidden, True, code, group)
         self.down = self._weight(self.hidden, self.inner, False, code, group)
-        self.router = self.ops.prepare(torch.randn(self.experts, self.hidden, device=CUDA).bfloat16() / 32)
+        choices = self.experts - self.rule.shared
+        self.router = self.ops.prepare(torch.randn(choices, self.hidden, device=CUDA).bfloat16() / 32)
+        self.correction = torch.rand(choices, device=CUDA) / 4 if self.rule.sigmoid else None
         self.bias = torch.randn(self.experts * 2 * self.inner, device=CUDA).bfloat16() / 4
 
     def _weight(self, rows: int, depth: int, gated: bool, code: CodeType | None, group: int) -> Weight:
@@ -68,7 +78,7 @@ class Layer:
         return self.ops.prepare_codes(codes, torch.bfloat16, gated=gated, experts=self.experts)
 
     def route(self, x: torch.Tensor) -> Routing:
-        return self.ops.route(self.router.router(x), self.per_row, SOFTMAX_OF_CHOSEN)
+        return self.ops.route(self.router.router(x), self.per_row - self.rule.shared, self.rule, self.correction)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         routing = self.route(x)
@@ -104,9 +114,10 @@ def test_products_equal_plain_torch(name: str, code: CodeType | None, group: int
         assert (found - expected).norm() < 5e-3 * expected.norm(), rows
 
 
-def test_a_graph_routes_other_rows_than_those_it_was_captured_with() -> None:
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "glm-4.7-flash"])
+def test_a_graph_routes_other_rows_than_those_it_was_captured_with(name: str) -> None:
     """Catches anything that the host decides from the rows."""
-    layer = Layer("qwen3-30b-a3b", None, 0)
+    layer = Layer(name, None, 0)
     x = torch.randn(16, layer.hidden, device=CUDA).bfloat16()
     layer(x)
     graph = torch.cuda.CUDAGraph()

@@ -20,10 +20,24 @@ from triton.runtime.jit import JITFunction
 
 from ssd.kernels.codes import Codes, CodeType, bits_of
 from ssd.kernels.ops import Branches, DeviceBatch, ExpertOutputs, HeadShape, Rope, TreePaths
-from ssd.kernels.state import StateView, TreeRows
-from ssd.kernels.triton import attention, elementwise, experts, features, latent, linear, packing, rounds, row_codes
+from ssd.kernels.state import Candidates, StateView, TreeRows
+from ssd.kernels.triton import (
+    attention,
+    elementwise,
+    experts,
+    features,
+    latent,
+    linear,
+    packing,
+    rounds,
+    row_codes,
+    sampling,
+    trees,
+)
 from ssd.kernels.triton import codes_linear as codes_linear
 from ssd.kernels.weights import GLU, RoutingRule, RowRounding
+from ssd.sampling import noise
+from ssd.sampling.sampler import SamplingColumns
 
 META = torch.device("meta")
 HEADS = [HeadShape(32, 8, 128), HeadShape(14, 2, 64)]
@@ -246,10 +260,12 @@ def test_latent_attention(architecture: int, dtype: torch.dtype, num_heads: int)
         linear.head_linear(query[:, :, :key_dim], empty(num_heads * 512, key_dim, dtype=dtype), queries[:, :, :512])
         linear.head_linear(empty(rows, num_heads, 512, dtype=dtype), empty(num_heads * key_dim, 512, dtype=dtype))
         logits, correction = empty(rows, 256, dtype=torch.float32), empty(256, dtype=torch.float32)
-        routing = experts.route(logits, 8, RoutingRule(True, True, 8, 4, 2.5), correction)
-        outputs = ExpertOutputs(empty(8 * rows, 2048, dtype=dtype), routing, empty(rows, 2048, dtype=torch.float32))
-        experts.combine(*outputs)
-        elementwise.combine_and_norm(outputs, empty(2048, dtype=dtype), 1e-5, empty(rows, 2048, dtype=dtype))
+        for shared in (0, 1):
+            routing = experts.route(logits, 8, RoutingRule(True, True, 8, 4, 2.5, shared), correction)
+            beside = None if shared else empty(rows, 2048, dtype=torch.float32)
+            outputs = ExpertOutputs(empty((8 + shared) * rows, 2048, dtype=dtype), routing, beside)
+            experts.combine(*outputs)
+            elementwise.combine_and_norm(outputs, empty(2048, dtype=dtype), 1e-5, empty(rows, 2048, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -314,4 +330,29 @@ def test_rounds_with_trees(architecture: int) -> None:
         state, path=path, slots=works, first_row=works, tables=ints(9, 40), caches=caches, block_size=64
     )
     above = empty(16, dtype=torch.int64)
-    rounds.follow_rows(above=above, caches=caches, beams=8, depth=3, first_slot=640, slots_per_branch=4)
+    states = empty(16, 4096, dtype=torch.bfloat16)
+    rounds.follow_rows(above=above, caches=caches, beams=8, depth=3, first_slot=640, slots_per_branch=4, states=states)
+
+
+def test_levels_of_trees(architecture: int) -> None:
+    """The choice of tokens in a draft's own vocabulary, then the beams."""
+    columns, n = SamplingColumns(4, 128256, META), 2
+    for truncated, excluded in ((False, None), (True, ints(8 * n))):
+        tokens, scores = sampling.best(
+            empty(8 * n, 32000, dtype=torch.float32),
+            columns,
+            ints(8 * n),
+            ints(8 * n),
+            truncated=truncated,
+            count=8,
+            excluded=excluded,
+            ids=ints(32000),
+            constants=noise.constants(),
+        )
+    candidates = Candidates(ints(n, 136), empty(n, 136, dtype=torch.float32), ints(n, 136))
+    first, following = (tokens[:n], scores[:n], None), ints(8 * n, 9)
+    _, beams = trees.grow(*first, candidates, following[:, 0], first=0, children=8, vocab_size=128256)
+    later = tokens, scores, beams
+    trees.grow(*later, candidates, following[:, 1], first=8, children=8, vocab_size=128256)
+    slots, drafts = ints(n), ints(9, 32)
+    trees.keep(candidates, slots, drafts, drafts, slots, origin=1)

@@ -54,6 +54,8 @@ RULES = [
     RoutingRule(False, True, 4, 2, 2.5),
     RoutingRule(True, True, 4, 3),
     RoutingRule(True, True, 6, 2, 0.5),
+    RoutingRule(True, True, 4, 2, 2.5, shared=1),
+    RoutingRule(False, True, shared=2),
 ]
 
 
@@ -66,17 +68,19 @@ def by_hand(logits: torch.Tensor, correction: torch.Tensor, count: int, rule: Ro
     kept = sorted(range(rule.groups), key=lambda g: (-sum(groups[g]), g))[: rule.kept_groups]
     best = sorted((e for e in range(len(scores)) if e // size in kept), key=lambda e: (-scores[e], e))[:count]
     total = sum(numbers[e] for e in best) if rule.normalized else 1.0
-    return [(e, numbers[e] / total * rule.scale) for e in best]
+    shared = [(len(scores) + i, 1.0) for i in range(rule.shared)]
+    return [*((e, numbers[e] / total * rule.scale) for e in best), *shared]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("kind", KERNELS)
 def test_routing_by_sigmoids(kind: str, rule: RoutingRule) -> None:
     """Catches weights that have the correction, a group that is chosen by one expert, and the order of equal scores:
-    two groups that are equal, and all experts. Rows keep their bits."""
+    two groups that are equal, and all experts; shared ones that are weighed, or not every row's last. Rows keep their
+    bits."""
     ops, device, _ = make_ops(kind)
     torch.manual_seed(0)
-    rows = 5 if kind == "triton" and not CUDA else 37
+    rows = 9 if kind == "triton" and not CUDA else 37  # on a GPU more than one program routes, and `alone` is one row
     logits, correction = torch.randn(rows, 12, device=device), torch.randn(12, device=device) / 4
     logits[2], correction[3:6] = 0.0, correction[:3]  # groups 0 and 1 of four are equal, with 0 twice the same experts
     found = ops.route(logits, 3, rule, correction)
@@ -84,15 +88,21 @@ def test_routing_by_sigmoids(kind: str, rule: RoutingRule) -> None:
         expected = by_hand(row, correction, 3, rule)
         assert ids == [expert for expert, _ in expected]
         assert weights == pytest.approx([weight for _, weight in expected], rel=1e-5)
+        assert weights[3:] == [1.0] * rule.shared
+    shared = list(range(12, 12 + rule.shared))
     equal = ops.route(torch.zeros_like(logits), 3, rule, torch.zeros_like(correction))
-    assert equal.experts.tolist() == [[0, 1, 2]] * rows
+    assert equal.experts.tolist() == [[0, 1, 2, *shared]] * rows
     alone = ops.route(logits[3:4], 3, rule, correction)
     assert same_bits(alone.weights, found.weights[3:4])
     pairs = found.experts.flatten()[found.order.long()]
     assert torch.equal(pairs, pairs.sort().values)
+    assert torch.equal(found.order.sort().values, torch.arange(len(pairs), device=device).int())
+    firsts = torch.arange(12 + rule.shared + 1, device=device)
+    assert torch.equal(found.starts.long(), torch.searchsorted(pairs.long(), firsts))
     logits[0], logits[1] = torch.nan, torch.inf  # never an expert that is not there
     again = ops.route(logits, 3, rule, correction)
-    assert ((again.experts >= 0) & (again.experts < 12)).all()
+    assert ((again.experts[:, :3] >= 0) & (again.experts[:, :3] < 12)).all()
+    assert again.experts[:, 3:].tolist() == [shared] * rows
     assert same_bits(again.weights[2:], found.weights[2:])
 
 
@@ -116,21 +126,23 @@ def test_a_router_s_logits(kind: str) -> None:
     ("count", "experts"),
     mostly_slow([(3, 12), (4, 32), (8, 128), (1, 5)], fast=[(3, 12), (4, 32), (1, 5)] if CUDA else [(3, 12)]),
 )
-def test_routing_of_few_rows_on_a_gpu(count: int, experts: int) -> None:
+@pytest.mark.parametrize("rule", [SOFTMAX_OF_CHOSEN, RoutingRule(sigmoid=True, scale=1.8, shared=1)], ids=str)
+def test_routing_of_few_rows_on_a_gpu(count: int, experts: int, rule: RoutingRule) -> None:
     """As plain torch has it, and with the tiles of every expert that is hit. Catches rows and places that are not there
-    (their numbers are no powers of two)."""
+    (their numbers are no powers of two), and shared experts behind a power of two of others."""
     ops, device, _ = make_ops("triton")
     torch.manual_seed(0)
+    correction = torch.randn(experts, device=device) / 4 if rule.sigmoid else None
     for rows in (1, 3, 8, 9):
         logits = torch.randn(rows, experts, device=device)
         logits[rows // 2] = logits[0]
-        found, expected = (each.route(logits, count, SOFTMAX_OF_CHOSEN) for each in (ops, ReferenceOps()))
+        found, expected = (each.route(logits, count, rule, correction) for each in (ops, ReferenceOps()))
         assert torch.equal(found.experts, expected.experts)
         torch.testing.assert_close(found.weights, expected.weights)
         assert torch.equal(found.order, expected.order)
         assert torch.equal(found.starts, expected.starts)
         starts = expected.starts.tolist()
-        tiles = [[e, starts[e], starts[e + 1]] for e in range(experts) if starts[e] < starts[e + 1]]
+        tiles = [[e, starts[e], starts[e + 1]] for e in range(len(starts) - 1) if starts[e] < starts[e + 1]]
         assert found.tiles is not None
         listed = found.tiles.tolist()
         if rows <= 8 or len(tiles) == len([tile for tile in listed if tile[0] >= 0]):
@@ -275,15 +287,15 @@ def test_products_and_their_weighted_sums(kind: str, code: CodeType | None, glu:
     ),
 )
 def test_a_row_has_the_same_bits_in_any_company(kind: str, code: CodeType | None) -> None:
-    """Alone, and among others that share its experts or do not: routing, products and sums."""
+    """Alone, and among others that share its experts or do not, one of them all: routing, products and sums."""
     ops, device, types = make_ops(kind)
     torch.manual_seed(0)
-    logits, x, inner = (torch.randn(*size, device=device) for size in ((70, 5), (70, 96), (140, 32)))
+    logits, x, inner = (torch.randn(*size, device=device) for size in ((70, 4), (70, 96), (210, 32)))
 
     def results(index: torch.Tensor, gated: Weight, plain: Weight, dtype: torch.dtype) -> list[torch.Tensor]:
-        routing = ops.route(logits[index], 2, RoutingRule(False))
+        routing = ops.route(logits[index], 2, RoutingRule(False, shared=1))
         first = gated.expert_linear(x[index].to(dtype), routing, glu=SWIGLU)
-        pairs = (2 * index[:, None] + torch.arange(2, device=device)).flatten()
+        pairs = (3 * index[:, None] + torch.arange(3, device=device)).flatten()
         second = plain.expert_linear(inner[pairs].to(dtype), routing)
         return [first.view(len(index), -1), ops.combine(second, routing)]
 

@@ -15,7 +15,7 @@ from ssd.kernels.codes import Codes, CodeType, decoded, dequantize
 from ssd.kernels.cuda import expert_rows as kernel
 from ssd.kernels.triton.experts import route
 from ssd.kernels.triton.packing import PackedCodes, in_strips, pack, paired
-from ssd.kernels.weights import GLU, SOFTMAX_OF_CHOSEN, Routing
+from ssd.kernels.weights import GLU, Routing, RoutingRule
 from tests.kernels.emulation import COMPILER, addresses, constant, emulated_kernel, params_of_source
 
 CPU = torch.device("cpu")
@@ -79,9 +79,10 @@ def summed(x: torch.Tensor, codes: Codes) -> torch.Tensor:
     return total
 
 
-def routed(logits: torch.Tensor, count: int) -> Routing:
+def routed(logits: torch.Tensor, count: int, shared: int = 0) -> Routing:
     """By Triton's kernel, on a GPU if there is one."""
-    found = route(logits.to("cuda" if torch.cuda.is_available() else "cpu"), count, SOFTMAX_OF_CHOSEN)
+    rule = RoutingRule(shared=shared)
+    found = route(logits.to("cuda" if torch.cuda.is_available() else "cpu"), count, rule)
     tensors = {name: each.cpu() for name, each in vars(found).items() if isinstance(each, torch.Tensor)}
     return replace(found, **tensors)
 
@@ -105,15 +106,15 @@ def routed(logits: torch.Tensor, count: int) -> Routing:
 )
 def test_products(form: Format, rows: int, depth: int, tiles: int, halves: int, glu: GLU | None) -> None:
     """A block of threads with several tiles and parts of one, more strips than warps, experts without a row and with
-    several tiles, tiles that are cut in two, a depth that is no whole block."""
+    all of them in several tiles, tiles that are cut in two, a depth that is no whole block."""
     torch.manual_seed(0)
     experts, columns = 5, 16 * 26
     depth -= depth % form[1]
     codes = stored(form, experts * columns, depth)
     assert kernel.fits(codes, experts)
-    logits = torch.randn(rows, experts)
-    logits[:, 3], logits[:, 1] = -9.0, 9.0
-    routing = routed(logits, 2)
+    logits = torch.randn(rows, experts - 1)
+    logits[:, 3] = -9.0
+    routing = routed(logits, 1, shared=1)
     pairs = glu is None  # x has a row for each of them
     x, bias = torch.randn(rows * (2 if pairs else 1), depth).bfloat16() / 16, torch.randn(experts * columns).bfloat16()
     weight = dequantize(codes, torch.float32)

@@ -72,7 +72,13 @@ class Case:
         return Rows(*(x.to(DEVICE) for x in self.rows if x is not None))
 
     def triton_best(
-        self, logits: torch.Tensor, rows: Rows, needs: Needs, count: int, excluded: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        rows: Rows,
+        needs: Needs,
+        count: int,
+        excluded: torch.Tensor | None = None,
+        ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         columns, logits = self.columns[DEVICE], logits.to(DEVICE, copy=True)
         if needs.adjusted:
@@ -84,7 +90,8 @@ class Case:
             rows.positions,
             truncated=needs.truncated,
             count=count,
-            excluded=excluded,
+            excluded=None if excluded is None else excluded.to(DEVICE),
+            ids=None if ids is None else ids.to(DEVICE),
             constants=noise.constants(),
         )
         return tokens.cpu(), scores.cpu()
@@ -108,10 +115,27 @@ def test_best_tokens(kind: str, count: int) -> None:
     logits = some_logits(kind, len(MIXES) + 2, VOCAB)
     excluded = torch.arange(len(logits), dtype=torch.int32) % 5 - 1 if count > 1 else None
     expected = case.torch_sampler().best(logits.clone(), case.rows, case.needs, count, excluded)
-    there = None if excluded is None else excluded.to(DEVICE)
-    tokens, scores = case.triton_best(logits, case.on_device(), case.needs, count, there)
+    tokens, scores = case.triton_best(logits, case.on_device(), case.needs, count, excluded)
     assert real(tokens).tolist() == real(expected[0]).tolist()
     torch.testing.assert_close(real(scores), real(expected[1]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", mostly_slow([4, 18], fast={4}))
+@pytest.mark.parametrize("truncated", [False, True])
+def test_tokens_of_a_draft_vocabulary(rows: int, truncated: bool) -> None:
+    """Noise, the excluded tokens and the results are those of the ids."""
+    own = {"top_k": 700, "top_p": 0.9} if truncated else {}
+    case = Case([{"temperature": (0.0, 1.0, 0.4)[i % 3], **own} for i in range(rows)], VOCAB)
+    logits, ids = some_logits("ties", rows + 2, VOCAB), 7 * torch.randperm(VOCAB, dtype=torch.int32) + 3
+    likeliest = case.torch_sampler().best(logits, case.rows, case.needs, 1, None, ids)[0][:, 0].contiguous()
+    for excluded in (None, likeliest):
+        expected = case.torch_sampler().best(logits, case.rows, case.needs, 3, excluded, ids)
+        tokens, scores = case.triton_best(logits, case.on_device(), case.needs, 3, excluded, ids)
+        assert real(tokens).tolist() == real(expected[0]).tolist()
+        torch.testing.assert_close(real(scores), real(expected[1]), rtol=1e-5, atol=1e-5)
+        assert bool((real(tokens) % 7 == 3)[real(scores) > -torch.inf].all())
+    logits[3, 4] = torch.nan
+    assert case.triton_best(logits, case.on_device(), case.needs, 2, None, ids)[0][3, 0] == -1
 
 
 def test_rows_without_a_choice() -> None:

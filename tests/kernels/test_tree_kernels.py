@@ -37,8 +37,12 @@ def grown(kernel: object, levels: list[Level], n: int, children: int, device: to
     found, beams, first = candidates(n, children + (len(levels) - 1) * children**2, device), None, 0
     outputs = []
     for tokens, scores in levels:
-        following, rows, beams = kernel.grow(
-            *(tokens.to(device), scores.to(device), beams, found), first=first, children=children, vocab_size=VOCAB
+        following = torch.full((n * children, 3), -9, dtype=torch.int32, device=device)
+        rows, beams = kernel.grow(
+            *(tokens.to(device), scores.to(device), beams, found, following[:, 1]),
+            first=first,
+            children=children,
+            vocab_size=VOCAB,
         )
         outputs.append([each.cpu() for each in (following, rows, *beams)])
         first += len(scores) // n * children

@@ -198,6 +198,8 @@ def test_rows_follow_rows(beams: int) -> None:
     for rounds, _, device in ALL:
         kv = [torch.arange(cells * size, dtype=torch.int32, device=device).view(cells, size) for size in (1, 3, 700)]
         before = [each.clone() for each in kv]
+        old_states = torch.randn(len(above), 900, device=device).bfloat16()
+        states = old_states.clone() if beams > 1 else None
         rounds.follow_rows(
             above=torch.tensor(above, device=device),
             caches=torch.tensor([[each.data_ptr(), each[0].numel() * 4] for each in kv], device=device),
@@ -205,7 +207,9 @@ def test_rows_follow_rows(beams: int) -> None:
             depth=depth,
             first_slot=first,
             slots_per_branch=slots,
+            states=states,
         )
+        assert states is None or torch.equal(states, old_states[above])
         for cache, old in zip(kv, before, strict=True):
             wanted = old.clone()
             for row, source in enumerate(above):

@@ -1,9 +1,10 @@
-"""The layer of experts, with GPT-OSS's router, biases, interleaved tensors and limits, against transformers."""
+"""The layer of experts: GPT-OSS's router, biases, interleaved tensors and limits against transformers; shared ones."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from ssd.kernels.cpu import library
 from ssd.kernels.cpu.ops import CpuOps
 from ssd.kernels.ops import ExpertOutputs, Ops
-from ssd.kernels.weights import GLU
+from ssd.kernels.weights import GLU, RoutingRule
 from ssd.layers.experts import Experts
-from ssd.layers.formats import FormatOf, dense
+from ssd.layers.formats import DENSE, FormatOf, WeightFormat, dense
+from ssd.layers.formats.coded import Dequantized
 from ssd.layers.formats.rounded import rounded
+from ssd.layers.mlp import MLP
 from ssd.layers.parameter import Build
 from ssd.layers.spec import ExpertNames, ExpertsSpec, GQASpec, LayerSpec, RopeConfig
 from ssd.models.config import DecoderConfig
@@ -114,3 +117,57 @@ def test_memory_counts_all_experts() -> None:
     assert wide - Decoder(fewer, outline(torch.bfloat16), max_positions=1).num_bytes() == 2 * each
     narrow = replace(CONFIG.layers[0], mlp=replace(SPEC, experts_per_token=1))
     assert CONFIG.layers[0].activation_width(64) - narrow.activation_width(64) == 2 * (3 * 96 + 2 * 64)
+
+
+WITH_SHARED = ExpertsSpec(6, 3, 96, rule=RoutingRule(True, True, 2, 1, 1.8), shared_size=96)
+
+
+def shared_layer(ops: Ops, spec: ExpertsSpec, dtype: torch.dtype, format_of: FormatOf) -> Experts:
+    """With the same random weights each time."""
+    experts = Experts(Build(ops, CPU, dtype, format_of=format_of), LAYER, spec, 64)
+    owners = {name: parameter for parameter in experts.parameters() for name in parameter.shapes()}
+    torch.manual_seed(0)
+    for name in sorted(owners):
+        owners[name].load(name, torch.randn(owners[name].shapes()[name]) / 8)
+    return experts
+
+
+@pytest.mark.parametrize("form", [None, "fp8", "int8", "int4", "fp8_dynamic"])
+@torch.inference_mode()
+def test_a_shared_expert_is_one_of_them_if_it_is_stored_as_they_are(ops: Ops, form: str | None) -> None:
+    """In float32 with the bits of an MLP beside them, rounded weights and rows included; in any company."""
+    one, other = (rounded(form, exact=True) for _ in range(2))
+
+    def apart(name: str) -> WeightFormat:
+        if "shared_experts" not in name:
+            return one(name)
+        return Dequantized(DENSE) if form is None else other(name)
+
+    joined, beside = (shared_layer(ops, WITH_SHARED, torch.float32, formats) for formats in (one, apart))
+    assert joined.shared is None
+    assert beside.shared is not None
+    x = torch.randn(33, 64)
+    routing = joined(x).routing
+    assert routing.experts[:, 3:].tolist() == [[6]] * 33
+    found, expected = output(joined, x), output(beside, x)
+    torch.testing.assert_close(found, expected)
+    if isinstance(ops, CpuOps):
+        assert same_bits(found, expected)
+        for dtype in (torch.float32, torch.bfloat16):
+            alike = shared_layer(ops, WITH_SHARED, dtype, one)
+            rows = torch.cat([output(alike, row[None]) for row in x.to(dtype)])
+            assert same_bits(rows, output(alike, x.to(dtype)))
+
+
+@pytest.mark.parametrize("changes", [{"shared_size": 192}, {"shared_size": 48}, {"glu": GLU(1.702, 2.0, 1.0)}])
+def test_shared_experts_of_another_size_or_function_are_beside_the_others(changes: dict[str, Any]) -> None:
+    beside = shared_layer(ReferenceOps(), replace(WITH_SHARED, **changes), torch.float32, dense)
+    assert isinstance(beside.shared, MLP)
+    assert len(output(beside, torch.randn(5, 64))) == 5
+
+
+def test_memory_counts_shared_experts() -> None:
+    """Where they are one of the others and where they are not."""
+    inner = [Experts(outline(torch.bfloat16), LAYER, replace(WITH_SHARED, shared_size=n), 64) for n in (0, 96, 192)]
+    none, one, two = (sum(each.num_bytes() for each in experts.parameters()) for experts in inner)
+    assert one - none == two - one == 2 * 3 * 96 * 64

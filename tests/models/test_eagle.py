@@ -56,8 +56,7 @@ def test_hidden_states_and_logits_are_those_of_a_plain_implementation(
     with steps_of_heads(monkeypatch) as seen, LLM(target.path, device="cpu", speculation=speculation) as llm:
         assert write_draft(llm, TOKENS, K) == tokens
     for (ours, own_state), theirs, state in zip(seen, logits, states, strict=True):
-        assert torch.equal(ours.isinf(), theirs.isinf())
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours, theirs[theirs > -torch.inf], rtol=1e-4, atol=1e-4)  # of the head's own tokens
         torch.testing.assert_close(own_state, state, rtol=1e-4, atol=1e-4)
 
 

@@ -24,6 +24,7 @@ from test_parity import engine_logits
 from ssd import LLM, SamplingParams
 from ssd.errors import ConfigError, UnsupportedModel
 from ssd.kernels.weights import RoutingRule
+from ssd.layers.experts import Experts
 from ssd.layers.spec import ExpertsSpec, LatentSpec, MLPSpec
 from ssd.models.checkpoint import HFCheckpoint, all_weights
 from ssd.models.families import decoder_config
@@ -213,7 +214,7 @@ def answers(target: str, dtype: str, batch: int, options: dict[str, Any], **spec
 
 
 @pytest.mark.parametrize("dtype", mostly_slow(["float32", "bfloat16"], fast={"float32"}))
-@pytest.mark.parametrize("kind", mostly_slow(WITH_LATENTS, fast={"deepseek-v3"}))
+@pytest.mark.parametrize("kind", WITH_LATENTS)
 def test_the_same_text_in_chunks_and_in_company(make_model: Callable[[str], TestModel], kind: str, dtype: str) -> None:
     """T = 0 and 1, one request at a time or several; chunks of prompts of any size; preempted sequences. Catches a form
     of attention that depends on the rows."""
@@ -274,6 +275,7 @@ def test_published_formats(monkeypatch: pytest.MonkeyPatch, form: str, tmp_path:
     family, own = KINDS["deepseek-v3"]
     sizes = {"q_lora_rank": 32, "kv_lora_rank": 48, "v_head_dim": 16, "moe_intermediate_size": 64}
     sizes |= {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 12}  # all: none is chosen by what was rounded
+    sizes["n_shared_experts"] = 1  # one of them, if it is stored as they are
     monkeypatch.setitem(KINDS, "quantised", (family, {**own, **sizes}))
     model = save_model("quantised", tmp_path)
     edited(tmp_path, str)
@@ -309,6 +311,9 @@ def test_published_formats(monkeypatch: pytest.MonkeyPatch, form: str, tmp_path:
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)
     with LLM(str(tmp_path), device="cpu", dtype="float32", max_num_seqs=1) as llm:
         ours = engine_logits(llm, PROMPTS[0])
+        mlp = llm.engine.round.target.runner.decoder.layers[-1].mlp
+        assert isinstance(mlp, Experts)
+        assert (mlp.shared is None) == (form != "int4")
         alone = [llm.generate(prompt, params)[0].token_ids for prompt in PROMPTS]
     assert form in ("fp8", "fp8-ue8m0") or (ours - expected).norm() / expected.norm() < 1e-5
     found = all_weights(HFCheckpoint.open(tmp_path), torch.device("cpu"), torch.float32)

@@ -148,6 +148,22 @@ def test_the_naive_sampler_chooses_the_same(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
+def test_logits_of_some_tokens(seed: int) -> None:
+    """Those of a draft's own vocabulary, with their ids: as if all others had -inf."""
+    case = Case(seed, num_rows=9, vocab_size=900)
+    ids = torch.tensor(sorted(random.Random(seed).sample(range(900), 300)), dtype=torch.int32)
+    whole, own = torch.full_like(case.logits, -torch.inf), case.logits[:, :300]
+    whole[:, ids.long()] = own
+    sampler, needs = Sampler(case.columns), Needs(truncated=True)
+    for excluded in (None, ids[:9].contiguous(), torch.tensor(case.excluded, dtype=torch.int32)):
+        expected = sampler.best(whole, case.rows, needs, 3, excluded)
+        found = sampler.best(own, case.rows, needs, 3, excluded, ids)
+        assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+    whole[:, ids[7]] = own[:, 7] = math.inf
+    assert sampler.best(own, case.rows, needs, 2, None, ids)[0][:, 0].tolist() == [-1] * 9
+
+
+@pytest.mark.parametrize("seed", range(6))
 def test_what_is_kept_is_what_the_naive_sampler_keeps(seed: int) -> None:
     case = Case(seed, num_rows=20, vocab_size=60)
     distribution = Sampler(case.columns).distribution(case.logits.clone(), case.rows, Needs(truncated=True))

@@ -158,15 +158,15 @@ class Kernels:
 
     def route(self, logits: Tensor, count: int, rule: RoutingRule, correction: Tensor | None = None) -> Routing:
         """See `Ops.route`."""
-        rows, experts = logits.shape
-        ids, order = (recording.empty((rows * count,), torch.int32) for _ in range(2))
-        weights = recording.empty((rows, count), torch.float32)
-        starts = recording.empty((experts + 1,), torch.int32)
+        (rows, experts), each = logits.shape, count + rule.shared
+        ids, order = (recording.empty((rows * each,), torch.int32) for _ in range(2))
+        weights = recording.empty((rows, each), torch.float32)
+        starts = recording.empty((experts + rule.shared + 1,), torch.int32)
         outputs = {"ids": ids, "weights": weights, "order": order, "starts": starts}
         sizes = {"rows": rows, "experts": experts, "count": count}
         given = addresses(logits=logits.contiguous(), **outputs)
         self._route(**given, correction=address(correction), **sizes, **rule._asdict())
-        return Routing(ids.view(rows, count), weights, order, starts)
+        return Routing(ids.view(rows, each), weights, order, starts)
 
     def combine(self, x: Tensor, routing: Routing, shared: Tensor | None = None, *, float32: bool = False) -> Tensor:
         """See `Ops.combine`."""

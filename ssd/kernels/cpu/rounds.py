@@ -51,7 +51,9 @@ class Rounds:
         self._move_accepted(**_numbers(given), state=state.fields, **sizes, num_caches=len(given["caches"]))
 
     def follow_rows(self, **given: Any) -> None:
-        sizes = {"sequences": len(given["above"]) // given["beams"], "num_caches": len(given["caches"])}
+        states, sequences = given["states"], len(given["above"]) // given["beams"]
+        state_size = 0 if states is None else states.shape[1] * states.itemsize
+        sizes = {"sequences": sequences, "num_caches": len(given["caches"]), "state_size": state_size}
         self._follow_rows(**_numbers(given), **sizes)
 
     def stage(self, state: StateView, **given: Any) -> None:

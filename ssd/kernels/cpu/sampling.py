@@ -87,6 +87,7 @@ class Sampling:
         truncated: bool,
         count: int,
         excluded: torch.Tensor | None,
+        ids: torch.Tensor | None,
         constants: tuple[int, int, int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         types = logits.dtype, slots.dtype, positions.dtype
@@ -101,6 +102,7 @@ class Sampling:
         self._best(
             scores=logits.data_ptr(),
             ld=logits.stride(0),
+            ids=address(ids),
             excluded=address(excluded),
             tokens=tokens.data_ptr(),
             values=values.data_ptr(),

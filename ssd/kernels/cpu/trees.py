@@ -13,11 +13,12 @@ def grow(
     scores: torch.Tensor,
     beams: tuple[torch.Tensor, torch.Tensor] | None,
     candidates: Candidates,
+    following: torch.Tensor,
     *,
     first: int,
     children: int,
     vocab_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     n = len(candidates.scores)
     width = len(scores) // n
     found = scores.log_softmax(-1).view(n, width, -1)[:, :, :children]
@@ -32,7 +33,8 @@ def grow(
     best, chosen = found.sort(dim=1, descending=True, stable=True)
     best, chosen = best[:, :children], chosen[:, :children]
     rows = torch.arange(n, device=scores.device)[:, None] * width + chosen // children
-    return kept.gather(1, chosen), rows.flatten(), (best, (first + chosen).int())
+    following.copy_(kept.gather(1, chosen).flatten())
+    return rows.flatten(), (best, (first + chosen).int())
 
 
 def keep(

@@ -23,12 +23,12 @@ from ssd.kernels.triton.codes_linear import sums as code_sums
 from ssd.kernels.triton.epilogue import gate_and_up, silu
 from ssd.kernels.triton.linear import sums as dense_sums
 from ssd.kernels.triton.packing import PackedCodes
-from ssd.kernels.weights import GLU, SOFTMAX_OF_CHOSEN, SWIGLU, Routing, RoutingRule
+from ssd.kernels.weights import GLU, SWIGLU, Routing, RoutingRule
 
 _ROUTER_DEPTH = 256  # of a piece of the router's product
 _PAIRS = 1024  # that one step of `_order_kernel` sorts
 _LEAST_ROWS = 8  # of a tile
-_FEW_PAIRS = 32  # that one program routes, if weights are those of the chosen experts
+_FEW_PAIRS = 64  # that one program routes, if weights are those of the chosen experts
 _WIDTH = 1024  # numbers of a row that one program of `_combine_kernel` adds up
 
 
@@ -100,79 +100,97 @@ def _logit_keys(logits):
 def _in_kept_groups(
     keys, e, size, GROUPS: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The keys of scores, those of groups that are not kept as if they were -inf."""
-    lowest = _ordered(tl.full((BLOCK,), float("-inf"), tl.float32))
+    """The keys of scores [rows, BLOCK], those of groups that are not kept as if they were -inf."""
+    lowest = _ordered(tl.full((1, 1), float("-inf"), tl.float32))
     left = keys
     for _ in tl.static_range(GROUPS - KEPT):  # without the worst group, the last one where they are equal
-        worst = GROUPS
-        least = float("inf")
+        worst = tl.full((keys.shape[0], 1), GROUPS, tl.int32)
+        least = tl.full((keys.shape[0], 1), float("inf"), tl.float32)
         for g in tl.static_range(GROUPS):
             own = tl.where(e // size == g, left, -1 << 31)
-            first = tl.max(own, 0)
-            place = tl.min(tl.where(own == first, e, BLOCK), 0)
-            second = tl.max(tl.where(e == place, -1 << 31, own), 0)
+            first = tl.max(own, 1)[:, None]
+            place = tl.min(tl.where(own == first, e, BLOCK), 1)[:, None]
+            second = tl.max(tl.where(e == place, -1 << 31, own), 1)[:, None]
             both = _ordered(first).to(tl.float32, bitcast=True) + _ordered(second).to(tl.float32, bitcast=True)
-            worse = (first > tl.max(lowest, 0)) & (both <= least)
+            worse = (first > lowest) & (both <= least)
             worst = tl.where(worse, g, worst)
             least = tl.where(worse, both, least)
         left = tl.where(e // size == worst, lowest, left)
     return left
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _route_kernel(
-    logits_ptr, correction_ptr, ids_ptr, weights_ptr, rows, experts, scale, PIECES: tl.constexpr,
-    COUNT: tl.constexpr, NORMALIZED: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
-    PLACES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+@triton.jit
+def _chosen(
+    logits, e, place, correction_ptr, experts, scale, COUNT: tl.constexpr, NORMALIZED: tl.constexpr,
+    SIGMOID: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """One row: its COUNT experts and their weights, by a `RoutingRule`."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, BLOCK)
-    place = tl.arange(0, PLACES)
-    logits = _added_up(logits_ptr + row * experts + e, e < experts, rows * experts, PIECES)
+    """The experts of rows of logits, COUNT of each, and their weights by a `RoutingRule`: [rows, places]. Those of the
+    places behind them are the shared ones."""
+    BLOCK: tl.constexpr = logits.shape[1]
     scores = logits
     if SIGMOID:
         numbers = tl.sigmoid(logits)
-        scores = tl.where(
-            e < experts, numbers + tl.load(correction_ptr + e, mask=e < experts, other=0.0), float("-inf")
-        )
+        correction = tl.load(correction_ptr + e, mask=e < experts, other=0.0)
+        scores = tl.where(e < experts, numbers + correction, float("-inf"))
     keys = _logit_keys(scores)
     if GROUPS > KEPT:
         keys = _in_kept_groups(keys, e, experts // GROUPS, GROUPS, KEPT, BLOCK)
-    ids = tl.zeros((PLACES,), tl.int32)
-    weights = tl.zeros((PLACES,), tl.float32)
-    top = 0.0
-    total = 0.0
+    ids = tl.zeros((logits.shape[0], place.shape[1]), tl.int32) + experts - COUNT + place
+    weights = tl.full((logits.shape[0], place.shape[1]), 1.0, tl.float32)
+    top = tl.zeros((logits.shape[0], 1), tl.float32)
+    total = tl.zeros((logits.shape[0], 1), tl.float32)
     for i in tl.static_range(COUNT):
-        key = tl.max(keys, 0)
-        best, logit = tl.min(tl.where(keys == key, e, BLOCK), 0), _ordered(key).to(tl.float32, bitcast=True)
+        key = tl.max(keys, 1)[:, None]
+        best = tl.min(tl.where(keys == key, e, BLOCK), 1)[:, None]
         if SIGMOID:
-            weight = tl.sum(tl.where(e == best, numbers, 0.0))
+            weight = tl.sum(tl.where(e == best, numbers, 0.0), 1)[:, None]
         else:
+            logit = _ordered(key).to(tl.float32, bitcast=True)
             top = logit if i == 0 else top
             weight = tl.exp(logit - top)
         ids = tl.where(place == i, best, ids)
         weights = tl.where(place == i, weight, weights)
-        total += weight  # in this order, as `_route_few_kernel` has it
+        total += weight
         keys = tl.where(e == best, -1 << 31, keys)
     if SIGMOID:
-        total = total + 1e-20 if NORMALIZED else 1.0
+        total = total + 1e-20 if NORMALIZED else tl.full(total.shape, 1.0, tl.float32)
     elif not NORMALIZED:
-        total = tl.sum(tl.exp(logits - top))
-    tl.store(ids_ptr + row * COUNT + place, ids, mask=place < COUNT)
-    tl.store(weights_ptr + row * COUNT + place, weights / total * scale, mask=place < COUNT)
+        total = tl.sum(tl.exp(logits - top), 1)[:, None]
+    return ids, tl.where(place < COUNT, weights / total * scale, weights)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _route_kernel(
+    logits_ptr, correction_ptr, ids_ptr, weights_ptr, rows, experts, scale, PIECES: tl.constexpr,
+    COUNT: tl.constexpr, SHARED: tl.constexpr, NORMALIZED: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr,
+    KEPT: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The experts of one row, and their weights."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, BLOCK)[None, :]
+    place = tl.arange(0, PLACES)[None, :]
+    logits = _added_up(logits_ptr + row * experts + e, e < experts, rows * experts, PIECES)
+    ids, weights = _chosen(
+        logits, e, place, correction_ptr, experts, scale, COUNT, NORMALIZED, SIGMOID, GROUPS, KEPT
+    )  # fmt: skip
+    to = row * (COUNT + SHARED) + place
+    tl.store(ids_ptr + to, ids, mask=place < COUNT + SHARED)
+    tl.store(weights_ptr + to, weights, mask=place < COUNT + SHARED)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def _route_few_kernel(
-    logits_ptr, ids_ptr, weights_ptr, order_ptr, starts_ptr, tiles_ptr, rows, experts, tiles, PIECES: tl.constexpr,
-    COUNT: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+    logits_ptr, correction_ptr, ids_ptr, weights_ptr, order_ptr, starts_ptr, tiles_ptr, rows, experts, tiles, scale,
+    PIECES: tl.constexpr, COUNT: tl.constexpr, SHARED: tl.constexpr, NORMALIZED: tl.constexpr, SIGMOID: tl.constexpr,
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
+    ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """What `_route_kernel` (by SOFTMAX_OF_CHOSEN) and `_order_kernel` do, in one program, for so few rows that an
-    expert has one tile."""
+    """What `_route_kernel` and `_order_kernel` do, in one program, for so few rows that an expert has one tile.
+
+    BLOCK_E: a power of two, not less than the number of all experts."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # see `route`
@@ -180,33 +198,22 @@ def _route_few_kernel(
     place = tl.arange(0, PLACES)[None, :]
     row = tl.arange(0, ROWS)[:, None]
     logits = _added_up(logits_ptr + row * experts + e, (row < rows) & (e < experts), rows * experts, PIECES)
-    keys = _logit_keys(logits)
-    ids = tl.zeros((ROWS, PLACES), tl.int32)
-    weights = tl.zeros((ROWS, PLACES), tl.float32)
-    top = tl.zeros((ROWS, 1), tl.float32)
-    total = tl.zeros((ROWS, 1), tl.float32)
-    for i in tl.static_range(COUNT):
-        key = tl.max(keys, 1)[:, None]
-        best = tl.min(tl.where(keys == key, e, BLOCK), 1)[:, None]
-        logit = _ordered(key).to(tl.float32, bitcast=True)
-        top = logit if i == 0 else top
-        weight = tl.exp(logit - top)
-        ids = tl.where(place == i, best, ids)
-        weights = tl.where(place == i, weight, weights)
-        total += weight
-        keys = tl.where(e == best, -1 << 31, keys)
-    there = (row < rows) & (place < COUNT)
-    tl.store(ids_ptr + row * COUNT + place, ids, mask=there)
-    tl.store(weights_ptr + row * COUNT + place, weights / total, mask=there)
+    ids, weights = _chosen(
+        logits, e, place, correction_ptr, experts, scale, COUNT, NORMALIZED, SIGMOID, GROUPS, KEPT
+    )  # fmt: skip
+    EACH: tl.constexpr = COUNT + SHARED
+    there = (row < rows) & (place < EACH)
+    tl.store(ids_ptr + row * EACH + place, ids, mask=there)
+    tl.store(weights_ptr + row * EACH + place, weights, mask=there)
     PAIRS: tl.constexpr = ROWS * PLACES
-    own = tl.reshape(tl.where(there, ids, BLOCK), (PAIRS,))  # the experts of all pairs, after them BLOCK
-    pair = tl.reshape(row * COUNT + place, (PAIRS,))
+    own = tl.reshape(tl.where(there, ids, BLOCK_E), (PAIRS,))  # the experts of all pairs, after them BLOCK_E
+    pair = tl.reshape(row * EACH + place, (PAIRS,))
     p = tl.arange(0, PAIRS)
     before = (own[None, :] < own[:, None]).to(tl.int32)
     same = (own[None, :] == own[:, None]).to(tl.int32)
     earlier = tl.sum(same * (p[None, :] < p[:, None]).to(tl.int32), 1)  # pairs of the same expert
     start = tl.sum(before, 1)
-    real = own < BLOCK
+    real = own < BLOCK_E
     tl.store(order_ptr + start + earlier, pair, mask=real)
     first = real & (earlier == 0)
     firsts = (tl.sum(same * (p[None, :] > p[:, None]).to(tl.int32), 0) == 0) & real  # the same, along the other axis
@@ -216,10 +223,10 @@ def _route_few_kernel(
     tl.store(tiles_ptr + 3 * tile + 2, start + tl.sum(same, 1), mask=first)
     used = tl.sum(first.to(tl.int32))
     tl.store(tiles_ptr + 3 * (used + p), -1, mask=used + p < tiles)
-    expert = tl.arange(0, BLOCK)
+    expert = tl.arange(0, BLOCK_E)
     starts = tl.sum((own[None, :] < expert[:, None]).to(tl.int32), 1)
-    tl.store(starts_ptr + expert, starts, mask=expert < experts)
-    tl.store(starts_ptr + experts, rows * COUNT)
+    tl.store(starts_ptr + expert, starts, mask=expert < experts + SHARED)
+    tl.store(starts_ptr + experts + SHARED, rows * EACH)
 
 
 @triton.jit(do_not_specialize=["pairs", "tiles"])
@@ -261,36 +268,41 @@ def route(logits: torch.Tensor, count: int, rule: RoutingRule, correction: torch
 
     The last kernel lets the experts' product begin after its own wait: multiprocessors are free then. Before, some are
     still busy with the product before the norm, and the many programs that wait would fill up the few others."""
-    rows, experts = logits.shape[-2:]
-    ids = logits.new_empty((rows, count), dtype=torch.int32)
-    weights = logits.new_empty((rows, count))
-    order, starts, block = ids.new_empty(rows * count), ids.new_empty(experts + 1), tile_rows(rows, count, experts)
-    tiles = ids.new_empty((min(rows * count, rows * count // block + experts), 3))  # as many as there can be
+    (rows, choices), each = logits.shape[-2:], count + rule.shared
+    pairs, experts = rows * each, choices + rule.shared
+    ids = logits.new_empty((rows, each), dtype=torch.int32)
+    weights = logits.new_empty((rows, each))
+    order, starts, block = ids.new_empty(pairs), ids.new_empty(experts + 1), tile_rows(rows, each, experts)
+    tiles = ids.new_empty((min(pairs, pairs // block + experts), 3))  # as many as there can be
     options = {
         "COUNT": count,
-        "PLACES": triton.next_power_of_2(count),
-        "BLOCK": triton.next_power_of_2(experts),
+        "SHARED": rule.shared,
+        "NORMALIZED": rule.normalized,
+        "SIGMOID": rule.sigmoid,
+        "GROUPS": rule.groups,
+        "KEPT": rule.kept_groups,
+        "PLACES": triton.next_power_of_2(each),
+        "BLOCK": triton.next_power_of_2(choices),
         "PIECES": len(logits) if logits.dim() == 3 else 1,
         **early_launch(logits.device),
     }
     few_rows = triton.next_power_of_2(rows)
-    if rule == SOFTMAX_OF_CHOSEN and rows <= block and few_rows * options["PLACES"] <= _FEW_PAIRS:
-        few = {"ROWS": few_rows, "num_warps": min(4, few_rows)}
-        sizes = (rows, experts, len(tiles))
-        _route_few_kernel[(1,)](logits, ids, weights, order, starts, tiles, *sizes, **few, **options)
+    of_chosen = rule.sigmoid or rule.normalized  # a sum over all experts has the bits of one warp
+    if of_chosen and rows <= block and few_rows * options["PLACES"] <= _FEW_PAIRS:
+        block_e = triton.next_power_of_2(experts)
+        compared = few_rows * options["PLACES"] * block_e  # pairs with experts
+        _route_few_kernel[(1,)](
+            *(logits, correction, ids, weights, order, starts, tiles, rows, choices, len(tiles), rule.scale),
+            BLOCK_E=block_e,
+            ROWS=few_rows,
+            num_warps=max(min(4, few_rows), min(8, compared // 1024)),
+            **options,
+        )
         return Routing(ids, weights, order, starts, tiles)
-    _route_kernel[(rows,)](
-        *(logits, correction, ids, weights, rows, experts, rule.scale),
-        NORMALIZED=rule.normalized,
-        SIGMOID=rule.sigmoid,
-        GROUPS=rule.groups,
-        KEPT=rule.kept_groups,
-        num_warps=1,
-        **options,
-    )
+    _route_kernel[(rows,)](*(logits, correction, ids, weights, rows, choices, rule.scale), num_warps=1, **options)
     _order_kernel[(experts,)](
-        *(ids, order, starts, tiles, rows * count, len(tiles)),
-        BLOCK=min(_PAIRS, max(128, triton.next_power_of_2(rows * count))),
+        *(ids, order, starts, tiles, pairs, len(tiles)),
+        BLOCK=min(_PAIRS, max(128, triton.next_power_of_2(pairs))),
         BLOCK_E=max(16, triton.next_power_of_2(experts)),
         BLOCK_M=block,
         num_warps=4,

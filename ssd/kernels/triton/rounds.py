@@ -462,29 +462,43 @@ def move_accepted(
     )
 
 
-@triton.jit(do_not_specialize=["beams", "first_slot", "slots_per_branch"])
+@triton.jit
+def _follow_words(memory, to, source, inside, i, words):
+    mask = inside[:, None] & (i < words)[None, :]
+    kept = tl.load(memory + source[:, None] + i[None, :], mask=mask)
+    tl.debug_barrier()  # all rows are read before one is written
+    tl.store(memory + to[:, None] + i[None, :], kept, mask=mask)
+
+
+@triton.jit(do_not_specialize=["beams", "depth", "first_slot", "slots_per_branch"])
 def _follow_kernel(
     above_ptr,  # int64
     caches_ptr,  # int64
+    states_ptr,
+    num_caches,
+    state_words,
     beams,
+    depth,
     first_slot,
     slots_per_branch,
     BEAMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    cache = tl.load(caches_ptr + 2 * tl.program_id(1)).to(tl.pointer_type(tl.int32))
-    words = tl.load(caches_ptr + 2 * tl.program_id(1) + 1) // 4
     row = tl.program_id(0).to(tl.int64) * beams + tl.arange(0, BEAMS)
     inside = tl.arange(0, BEAMS) < beams
     source = tl.load(above_ptr + row, mask=inside, other=0)
-    to = (first_slot + row * slots_per_branch + tl.program_id(2)) * words
-    source = (first_slot + source * slots_per_branch + tl.program_id(2)) * words
-    for begin in range(0, words, BLOCK):
-        i = begin + tl.arange(0, BLOCK)
-        mask = inside[:, None] & (i < words)[None, :]
-        kept = tl.load(cache + source[:, None] + i[None, :], mask=mask)
-        tl.debug_barrier()  # all rows are read before one is written
-        tl.store(cache + to[:, None] + i[None, :], kept, mask=mask)
+    part = tl.program_id(2)
+    if tl.program_id(1) < num_caches:
+        if part < depth:
+            cache = tl.load(caches_ptr + 2 * tl.program_id(1)).to(tl.pointer_type(tl.int32))
+            words = tl.load(caches_ptr + 2 * tl.program_id(1) + 1) // 4
+            to = (first_slot + row * slots_per_branch + part) * words
+            begin = (first_slot + source * slots_per_branch + part) * words
+            for first in range(0, words, BLOCK):
+                _follow_words(cache, to, begin, inside, first + tl.arange(0, BLOCK), words)
+    elif states_ptr is not None:
+        i = part * BLOCK + tl.arange(0, BLOCK)
+        _follow_words(states_ptr, row * state_words, source * state_words, inside, i, state_words)
 
 
 def follow_rows(
@@ -495,16 +509,19 @@ def follow_rows(
     depth: int,
     first_slot: int,
     slots_per_branch: int,
+    states: torch.Tensor | None,
 ) -> None:
-    """Gives each row of a draft run the KV of `depth` tokens of the row that it follows.
+    """Gives each row of a draft run the KV of `depth` tokens of the row that it follows, and its hidden state.
 
     `above`: int64, one for each row; a sequence has `beams` rows, which follow each other only. KV slots are those of
-    `extend_rows`, `caches` as for `move_accepted`.
+    `extend_rows`, `caches` as for `move_accepted`. `states`: [rows, width], or None.
     """
-    _follow_kernel[(len(above) // beams, len(caches), depth)](
-        *(above, caches, beams, first_slot, slots_per_branch),
+    block, words = _WORDS // 4, 0 if states is None else states.shape[1] * states.itemsize // 4
+    _follow_kernel[(len(above) // beams, len(caches) + (words > 0), max(depth, triton.cdiv(words, block)))](
+        *(above, caches, None if states is None else states.view(torch.int32), len(caches), words),
+        *(beams, depth, first_slot, slots_per_branch),
         BEAMS=triton.next_power_of_2(beams),
-        BLOCK=_WORDS // 4,
+        BLOCK=block,
     )
 
 

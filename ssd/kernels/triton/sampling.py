@@ -401,15 +401,25 @@ def _rough_gumbel(bits):
 
 
 @triton.jit
-def _store_best(x, token, ids_ptr, scores_ptr, COUNT: tl.constexpr, NONE: tl.constexpr):
-    """The COUNT largest scores with their tokens, the lower token first where scores are equal.
+def _ids_of(token, inside, ids_ptr):
+    """The ids of tokens: those of a table, if there is one."""
+    if ids_ptr is not None:
+        token = tl.where(inside, tl.load(ids_ptr + token, mask=inside, other=0), token)
+    return token
 
-    -inf comes with token 0, and with NONE if it is the first.
+
+@triton.jit
+def _store_best(x, token, ids_ptr, tokens_ptr, scores_ptr, COUNT: tl.constexpr, NONE: tl.constexpr):
+    """The ids of the COUNT tokens with the largest scores, and these; the lower token first where they are equal.
+
+    -inf comes with id 0, and with NONE if it is the first.
     """
     for i in tl.static_range(COUNT):
         best = tl.max(x, axis=0)
         chosen = tl.min(tl.where(x == best, token, 2147483647), axis=0)
-        tl.store(ids_ptr + i, tl.where(best > float("-inf"), chosen, NONE if i == 0 else 0))
+        real = best > float("-inf")
+        found = _ids_of(chosen, real & (chosen >= 0), ids_ptr)
+        tl.store(tokens_ptr + i, tl.where(real, found, NONE if i == 0 else 0))
         tl.store(scores_ptr + i, best)
         x = tl.where(token == chosen, float("-inf"), x)
 
@@ -419,6 +429,7 @@ def _bound_kernel(
     logits_ptr,
     slots_ptr,
     positions_ptr,
+    ids_ptr,
     seed_key_ptr,
     temperature_ptr,
     bounds_ptr,
@@ -441,7 +452,8 @@ def _bound_kernel(
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf"))
     seed_key = tl.load(seed_key_ptr + slot * (column_stride // 2))
-    noise = _rough_gumbel(_random_bits(seed_key, tl.load(positions_ptr + row), token, GOLDEN, MIX1, MIX2))
+    named = _ids_of(token, token < vocab_size, ids_ptr)
+    noise = _rough_gumbel(_random_bits(seed_key, tl.load(positions_ptr + row), named, GOLDEN, MIX1, MIX2))
     x = tl.div_rn(x, temperature)
     valid = x < float("inf")  # NaN or +inf wins, as token -1: it must be looked at
     low = tl.max(tl.where(valid, x + (noise - _NOISE_ERROR), float("-inf")), axis=0)
@@ -471,12 +483,13 @@ def _score_kernel(
     slots_ptr,
     positions_ptr,
     excluded_ptr,
+    ids_ptr,
     seed_key_ptr,
     temperature_ptr,
     log_min_p_ptr,
     top_k_ptr,
     top_p_ptr,
-    ids_ptr,
+    tokens_ptr,
     scores_ptr,
     row_stride,
     column_stride,
@@ -501,7 +514,7 @@ def _score_kernel(
         bounds = bounds_ptr + row * tl.num_programs(1) * 2
         if (temperature > 0) & (_reaches(bounds, tl.program_id(1), tl.num_programs(1), COUNT, BLOCKS) == 0):
             for i in tl.static_range(COUNT):
-                tl.store(ids_ptr + out + i, 0)
+                tl.store(tokens_ptr + out + i, 0)
                 tl.store(scores_ptr + out + i, float("-inf"))
             return
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -516,27 +529,30 @@ def _score_kernel(
             kept = kept & _is_kept(z, token, scratch_ptr, tl.load(log_min_p_ptr + column), top_k, top_p)
         if tl.max(kept.to(tl.int32), axis=0) > 0:  # the noise is the most expensive part
             seed_key = tl.load(seed_key_ptr + slot * (column_stride // 2))  # its elements are twice as wide
-            noise = _gumbel(_random_bits(seed_key, tl.load(positions_ptr + row), token, GOLDEN, MIX1, MIX2))
+            named = _ids_of(token, token < vocab_size, ids_ptr)
+            noise = _gumbel(_random_bits(seed_key, tl.load(positions_ptr + row), named, GOLDEN, MIX1, MIX2))
             x = tl.where(kept, tl.div_rn(x, temperature) + noise, float("-inf"))
         else:
             x = tl.full((BLOCK,), float("-inf"), tl.float32)
     if EXCLUDED:
-        x = tl.where(token == tl.load(excluded_ptr + row), float("-inf"), x)
+        named = _ids_of(token, token < vocab_size, ids_ptr)
+        x = tl.where(named == tl.load(excluded_ptr + row), float("-inf"), x)
     if invalid:  # these win, as token -1
         x, token = tl.full((BLOCK,), float("inf"), tl.float32), tl.full((BLOCK,), -1, tl.int32)
-    _store_best(x, token, ids_ptr + out, scores_ptr + out, COUNT, 0)
+    _store_best(x, token, None, tokens_ptr + out, scores_ptr + out, COUNT, 0)
 
 
 @triton.jit
 def _merge_kernel(
-    slots_ptr, chunk_ids_ptr, chunk_scores_ptr, ids_ptr, scores_ptr, num, COUNT: tl.constexpr, BLOCK: tl.constexpr
-):
+    slots_ptr, chunk_tokens_ptr, chunk_scores_ptr, ids_ptr, tokens_ptr, scores_ptr, num,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = (i < num) & (tl.load(slots_ptr + row) >= 0)
-    token = tl.load(chunk_ids_ptr + row * num + i, mask=inside, other=2147483647)
+    token = tl.load(chunk_tokens_ptr + row * num + i, mask=inside, other=2147483647)
     x = tl.load(chunk_scores_ptr + row * num + i, mask=inside, other=float("-inf"))
-    _store_best(x, token, ids_ptr + row * COUNT, scores_ptr + row * COUNT, COUNT, -1)
+    _store_best(x, token, ids_ptr, tokens_ptr + row * COUNT, scores_ptr + row * COUNT, COUNT, -1)
 
 
 def best(
@@ -548,6 +564,7 @@ def best(
     truncated: bool,
     count: int,
     excluded: torch.Tensor | None,
+    ids: torch.Tensor | None,
     constants: tuple[int, int, int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens (int32) and scores (float32), both [R, count], of logits [R, V], as `Sampler.best` describes them.
@@ -558,25 +575,25 @@ def best(
     assert all(each.is_contiguous() for each in (slots, positions))
     chunks = triton.cdiv(vocab_size, _BLOCK)
     shapes = ((rows, chunks * count), (rows, count))
-    chunk_ids, ids = (torch.empty(shape, dtype=torch.int32, device=logits.device) for shape in shapes)
+    chunk_tokens, tokens = (torch.empty(shape, dtype=torch.int32, device=logits.device) for shape in shapes)
     chunk_scores, scores = (torch.empty(shape, dtype=torch.float32, device=logits.device) for shape in shapes)
     if not rows:
-        return ids, scores
+        return tokens, scores
     largest, scratch = _truncate(logits, columns, slots) if truncated else (None, None)
     bounds = None
     if rows >= _BOUNDED_ROWS and not truncated and excluded is None:
         bounds = torch.empty((rows, chunks, 2), dtype=torch.float32, device=logits.device)
         _bound_kernel[(rows, chunks)](
-            *(logits, slots, positions, columns.seed_key, columns.temperature, bounds),
+            *(logits, slots, positions, ids, columns.seed_key, columns.temperature, bounds),
             *(logits.stride(0), columns.flags.stride(0), vocab_size),
             *constants,
             BLOCK=_BLOCK,
             num_warps=_warps(rows),
         )
     _score_kernel[(rows, chunks)](
-        *(logits, bounds, largest, scratch, slots, positions, excluded),
+        *(logits, bounds, largest, scratch, slots, positions, excluded, ids),
         *(columns.seed_key, columns.temperature, columns.log_min_p, columns.top_k, columns.top_p),
-        *(chunk_ids, chunk_scores, logits.stride(0), columns.flags.stride(0), vocab_size),
+        *(chunk_tokens, chunk_scores, logits.stride(0), columns.flags.stride(0), vocab_size),
         *constants,
         TRUNCATED=truncated,
         EXCLUDED=excluded is not None,
@@ -586,8 +603,10 @@ def best(
         num_warps=_warps(rows),
     )
     merged = triton.next_power_of_2(chunks * count)
-    _merge_kernel[(rows,)](slots, chunk_ids, chunk_scores, ids, scores, chunks * count, COUNT=count, BLOCK=merged)
-    return ids, scores
+    _merge_kernel[(rows,)](
+        slots, chunk_tokens, chunk_scores, ids, tokens, scores, chunks * count, COUNT=count, BLOCK=merged
+    )
+    return tokens, scores
 
 
 def _warps(rows: int) -> int:

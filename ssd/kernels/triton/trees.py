@@ -12,11 +12,11 @@ from ssd.kernels.triton.compile import compiling
 _BLOCK = 32  # candidates that all others are compared with at a time
 
 
-@triton.jit(do_not_specialize=["first", "total"])
+@triton.jit(do_not_specialize=["first", "total", "stride"])
 def _grow_kernel(
     tokens_ptr, scores_ptr, best_ptr, chosen_ptr,
     all_tokens_ptr, all_scores_ptr, all_above_ptr, beam_tokens_ptr, rows_ptr, next_best_ptr, next_chosen_ptr,
-    first, total, vocab_size,
+    first, total, stride, vocab_size,
     WIDTH: tl.constexpr, RANKS: tl.constexpr, CHILDREN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One sequence: WIDTH rows with RANKS tokens each, of which the first CHILDREN are candidates."""
@@ -47,7 +47,7 @@ def _grow_kernel(
         chosen = tl.min(tl.min(tl.where(equal, index, 2147483647), axis=1), axis=0)
         mine = index == chosen
         to = sequence * CHILDREN + i
-        tl.store(beam_tokens_ptr + to, tl.sum(tl.sum(tl.where(mine & free, token, 0), axis=1), axis=0))
+        tl.store(beam_tokens_ptr + to * stride, tl.sum(tl.sum(tl.where(mine & free, token, 0), axis=1), axis=0))
         tl.store(rows_ptr + to, sequence * WIDTH + chosen // CHILDREN)
         tl.store(next_best_ptr + to, largest)
         tl.store(next_chosen_ptr + to, first + chosen)
@@ -59,35 +59,36 @@ def grow(
     scores: torch.Tensor,
     beams: tuple[torch.Tensor, torch.Tensor] | None,
     candidates: Candidates,
+    following: torch.Tensor,
     *,
     first: int,
     children: int,
     vocab_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     """The next level of some trees, from the best tokens of its rows and their scores: [rows, ranks].
 
     `beams`: scores of the rows, and which candidates they are; None: each sequence has one row, the root. Of each row
     the first `children` tokens become candidates, from `first` on; the best of these, as many, are the next beams.
-    Returns their tokens int32 [sequences, children], the rows (int64, all of them in one) that they are behind, and
-    `beams` of the next level.
+    Their tokens are written to `following`, int32 [sequences * children]. Returns the rows (int64) that they are
+    behind, and `beams` of the next level.
     """
     n, total = candidates.scores.shape
     device = scores.device
-    empty = torch.zeros if compiling() else torch.empty  # others read rows and tokens, which must be there
-    following, chosen = (empty((n, children), dtype=torch.int32, device=device) for _ in range(2))
+    empty = torch.zeros if compiling() else torch.empty  # others read rows, which must be there
     rows = empty(n * children, dtype=torch.int64, device=device)
+    chosen = torch.empty((n, children), dtype=torch.int32, device=device)
     best = torch.empty((n, children), dtype=torch.float32, device=device)
     width = len(scores) // n
     _grow_kernel[(n,)](
         *(tokens, scores, *(beams or (None, None)), *candidates, following, rows, best, chosen),
-        *(first, total, vocab_size),
+        *(first, total, following.stride(0), vocab_size),
         WIDTH=width,
         RANKS=scores.shape[1],
         CHILDREN=children,
         BLOCK=triton.next_power_of_2(width),
         num_warps=1,
     )
-    return following, rows, (best, chosen)
+    return rows, (best, chosen)
 
 
 @triton.jit(do_not_specialize=["total", "stride", "origin"])

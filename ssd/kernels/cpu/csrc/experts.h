@@ -27,12 +27,13 @@ static void route_scores(const struct route *a, const float *logits, float *scor
 
 int ssd_route(const void *given, int threads) {
     const struct route *call = given;
-    const long rows = call->rows, experts = call->experts, count = call->count;
+    const long rows = call->rows, experts = call->experts, count = call->count, shared = call->shared;
+    const long all = experts + shared, pairs = rows * (count + shared);
     const float *logits = call->logits;
     int32_t *ids = call->ids, *order = call->order, *starts = call->starts;
     float *weights = call->weights, *scores = scratch(ROWS, (size_t)(2 * experts)), *numbers = scores + experts;
-    memset(starts, 0, (size_t)(experts + 1) * 4);
-    for (long r = 0; r < rows; r++, logits += experts, ids += count, weights += count) {
+    memset(starts, 0, (size_t)(all + 1) * 4);
+    for (long r = 0; r < rows; r++, logits += experts, ids += count + shared, weights += count + shared) {
         route_scores(call, logits, scores, numbers);
         float sum = call->sigmoid ? 1e-20f : 0.0f;
         for (long i = 0; i < count; i++) {
@@ -50,11 +51,12 @@ int ssd_route(const void *given, int threads) {
         for (long e = 0; !call->normalized && !call->sigmoid && e < experts; e++) sum += expf(numbers[e] - numbers[ids[0]]);
         if (call->sigmoid && !call->normalized) sum = 1.0f;
         for (long i = 0; i < count; i++) weights[i] = weights[i] / sum * call->scale;
+        for (long i = 0; i < shared; i++) ids[count + i] = (int32_t)(experts + i), weights[count + i] = 1.0f, starts[experts + i + 1]++;
     }
-    for (long e = 0; e < experts; e++) starts[e + 1] += starts[e];
-    ids -= rows * count;
-    for (long p = 0; p < rows * count; p++) order[starts[ids[p]]++] = (int32_t)p;
-    for (long e = experts; e > 0; e--) starts[e] = starts[e - 1];
+    for (long e = 0; e < all; e++) starts[e + 1] += starts[e];
+    ids -= pairs;
+    for (long p = 0; p < pairs; p++) order[starts[ids[p]]++] = (int32_t)p;
+    for (long e = all; e > 0; e--) starts[e] = starts[e - 1];
     starts[0] = 0;
     return 0;
 }

@@ -52,11 +52,12 @@ struct linear {
     long row_groups;
 };
 
-/* The `count` experts of each row and their weights, by a RoutingRule (ssd/kernels/weights.py).  A pair is (row, place among
- * its experts); `order` has the pairs by expert, those of expert e from starts[e] on. */
+/* The `count` experts of each row and the `shared` ones behind them, and their weights, by a RoutingRule
+ * (ssd/kernels/weights.py).  A pair is (row, place among its experts); `order` has the pairs by expert, those of expert e
+ * from starts[e] on. */
 struct route {
     const float *logits, *correction;
-    long rows, experts, count, groups, kept_groups;
+    long rows, experts, count, shared, groups, kept_groups;
     int normalized, sigmoid;
     float scale;
     int32_t *ids;
@@ -172,13 +173,13 @@ struct gumbel { /* a row of noise for each key */
 
 /* The `count` largest scores of each row, in order, the lower token first where they are equal; `excluded` (or NULL): a
  * token of each row that does not count, -1: none.  -inf comes with token 0, and the first token is -1 if the row has no
- * choice: all are -inf, or some are NaN or +inf.
+ * choice: all are -inf, or some are NaN or +inf.  `ids` (or NULL): those of the tokens; without them they are numbered.
  * With `slots` (-1: padding), rows whose temperature is above 0 have the scores logit / temperature + noise: the seed's key
  * and the temperature are words 0 and 2 of the slot's `columns`, the position is that of the token to choose. */
 struct best {
     const float *scores;
     long ld;
-    const int32_t *excluded;
+    const int32_t *ids, *excluded;
     int32_t *tokens;
     float *values;
     long rows, vocab, count;
@@ -239,7 +240,8 @@ struct move_accepted { /* caches: of each tensor its address, and the bytes of a
 
 struct follow_rows { /* above: [sequences * beams]; caches as before, KV slots as in `extend_rows` */
     const int64_t *above, *caches;
-    long sequences, beams, depth, first_slot, slots_per_branch, num_caches;
+    char *states; /* NULL: none; state_size: bytes of a row */
+    long sequences, beams, depth, first_slot, slots_per_branch, num_caches, state_size;
 };
 
 struct stage {

@@ -15,17 +15,18 @@ typedef float vh_mem __attribute__((vector_size(VL * 2), aligned(4), may_alias))
 
 #define MIXED(x, g) (x = (x ^ (x >> 30)) * (g)->mix1, x = (x ^ (x >> 27)) * (g)->mix2, x ^ (x >> 31))
 
-/* 1 + u of the tokens from one whose counter (key + token * golden) is `first` */
-INLINE vd noise_uniform(uint64_t first, const struct generator *g) {
+/* 1 + u of the tokens from one whose counter (key + token * golden) is `first`; or of tokens with these ids, whose key it
+ * is then */
+INLINE vd noise_uniform(uint64_t first, const int32_t *ids, const struct generator *g) {
     const uint64_t one = 0x3ff0000000080000u; /* the bits of 1 + 2^-33 */
     vq x;
     if (MUL_64) {
-        UNROLL for (int j = 0; j < DL; j++) x[j] = (uint64_t)j * g->golden;
+        UNROLL for (int j = 0; j < DL; j++) x[j] = (uint64_t)(ids ? ids[j] : j) * g->golden;
         x = x + first;
         x = MIXED(x, g) >> 32 << 20;
     } else { /* the integer unit has nothing else to do */
         UNROLL for (int j = 0; j < DL; j++) {
-            uint64_t y = first + (uint64_t)j * g->golden;
+            uint64_t y = first + (uint64_t)(ids ? ids[j] : j) * g->golden;
             x[j] = MIXED(y, g) >> 32 << 20;
         }
     }
@@ -51,7 +52,7 @@ INLINE vd minus_log(vd x) {
 INLINE void gumbel_vectors(float *out, vd *next, uint64_t first, const struct generator *g) {
     vd x[DV];
     UNROLL for (int i = 0; i < DV; i++) x[i] = next[i] - 1.0;
-    UNROLL for (int i = 0; i < DV; i++) next[i] = noise_uniform(first + (uint64_t)(i * DL) * g->golden, g);
+    UNROLL for (int i = 0; i < DV; i++) next[i] = noise_uniform(first + (uint64_t)(i * DL) * g->golden, NULL, g);
     UNROLL for (int i = 0; i < DV; i++) x[i] = minus_log(x[i]);
     UNROLL for (int i = 0; i < DV; i++) *(vh_mem *)(out + i * DL) = __builtin_convertvector(minus_log(x[i]), vh);
 }
@@ -60,7 +61,7 @@ INLINE void gumbel_vectors(float *out, vd *next, uint64_t first, const struct ge
 static void gumbel_span(float *out, uint64_t first, long n, const struct generator *g) {
     const long count = DV * DL;
     vd next[DV];
-    UNROLL for (int i = 0; i < DV; i++) next[i] = noise_uniform(first + (uint64_t)(i * DL) * g->golden, g);
+    UNROLL for (int i = 0; i < DV; i++) next[i] = noise_uniform(first + (uint64_t)(i * DL) * g->golden, NULL, g);
     long t = 0;
     for (; t + count <= n; t += count) gumbel_vectors(out + t, next, first += (uint64_t)count * g->golden, g);
     if (t == n) return;
@@ -119,11 +120,14 @@ static void insert(float score, long token, long count, int32_t *tokens, float *
     values[place] = score, tokens[place] = (int32_t)token;
 }
 
-/* adds noise to the scores of a block, whose counters begin at `first`; 0: none of them could exceed `least` */
-static int add_noise(float *z, float top, float least, uint64_t first, const struct generator *g) {
+/* adds noise to the scores of a block of tokens, from `start` on or with these ids; 0: none could exceed `least` */
+static int add_noise(float *z, float top, float least, uint64_t key, long start, const int32_t *ids,
+                     const struct generator *g) {
+    const uint64_t first = ids ? key : key + (uint64_t)start * g->golden;
     vd noise[SCAN / DL], most = {0};
     for (long i = 0; i < SCAN / DL; i++) {
-        noise[i] = noise_uniform(first + (uint64_t)(i * DL) * g->golden, g);
+        noise[i] = ids ? noise_uniform(first, ids + i * DL, g)
+                       : noise_uniform(first + (uint64_t)(i * DL) * g->golden, NULL, g);
         vq above = (vq)(noise[i] > most);
         most = (vd)((above & (vq)noise[i]) | (~above & (vq)most));
     }
@@ -138,14 +142,17 @@ static int add_noise(float *z, float top, float least, uint64_t first, const str
 }
 
 /* the best of tokens [begin, end) of a row; key: where the counters of its noise begin, if it has a temperature */
-static void best_of_part(const float *x, long begin, long end, long count, long excluded, float temperature,
-                         uint64_t key, const struct generator *g, int32_t *tokens, float *values, _Atomic float *least) {
+static void best_of_part(const float *x, const int32_t *ids, long begin, long end, long count, long excluded,
+                         float temperature, uint64_t key, const struct generator *g, int32_t *tokens, float *values,
+                         _Atomic float *least) {
     for (long i = 0; i < count; i++) tokens[i] = 0, values[i] = -INFINITY;
     for (long start = begin; start < end; start += SCAN) {
         float z[SCAN] __attribute__((aligned(64)));
+        int32_t own[SCAN]; /* ids */
         long n = min_l(SCAN, end - start);
         memcpy(z, x + start, (size_t)n * 4);
-        for (long i = n; i < SCAN; i++) z[i] = -INFINITY;
+        for (long i = n; i < SCAN; i++) z[i] = -INFINITY, own[i] = 0;
+        if (ids) memcpy(own, ids + start, (size_t)n * 4);
         vf top = vset(-INFINITY), limit = vset(INFINITY);
         vi endless = {0};
         for (long i = 0; i < SCAN; i += VL) {
@@ -160,10 +167,11 @@ static void best_of_part(const float *x, long begin, long end, long count, long 
         }
         float largest = vmax_lanes(top);
         float known = atomic_load_explicit(least, memory_order_relaxed);
-        if (temperature > 0 && !add_noise(z, largest, known, key + (uint64_t)start * g->golden, g)) continue;
+        if (temperature > 0 && !add_noise(z, largest, known, key, start, ids ? own : NULL, g)) continue;
         if (!(temperature > 0) && !(largest > values[count - 1])) continue;
         for (long i = 0; i < n; i++)
-            if (z[i] > values[count - 1] && start + i != excluded) insert(z[i], start + i, count, tokens, values);
+            if (z[i] > values[count - 1] && (ids ? own[i] : start + i) != excluded)
+                insert(z[i], start + i, count, tokens, values);
         if (values[count - 1] > known) atomic_store_explicit(least, values[count - 1], memory_order_relaxed);
     }
 }
@@ -181,7 +189,7 @@ static void best_parts(void *given, long begin, long end) {
             key += (uint64_t)a->positions[row] * a->g.golden;
             key = MIXED(key, &a->g);
         }
-        best_of_part(a->scores + row * a->ld, first, min_l(a->vocab, first + BEST_PART), a->count,
+        best_of_part(a->scores + row * a->ld, a->ids, first, min_l(a->vocab, first + BEST_PART), a->count,
                      a->excluded ? a->excluded[row] : -1, temperature, key, &a->g, a->part_tokens + i * a->count,
                      a->part_values + i * a->count, a->least + row);
     }
@@ -208,6 +216,7 @@ int ssd_best(const void *given, int threads) {
             none |= a.part_tokens[i] < 0;
             if (a.part_values[i] > values[count - 1]) insert(a.part_values[i], a.part_tokens[i], count, tokens, values);
         }
+        for (long i = 0; call->ids && !none && i < count && values[i] > -INFINITY; i++) tokens[i] = call->ids[tokens[i]];
         if (none || values[0] == -INFINITY) tokens[0] = -1;
     }
     return 0;

@@ -161,24 +161,33 @@ int ssd_move_accepted(const void *given, int threads) {
     return 0;
 }
 
+#define FOLLOWING 64 /* beams of a sequence, at most */
+
+/* gives each row `size` bytes of the row that it follows */
+static void follow(char *memory, long row_size, long size, const struct follow_rows *a) {
+    enum { BYTES = 256 };
+    char kept[FOLLOWING][BYTES];
+    const long beams = a->beams;
+    for (long first = 0; first < a->sequences * beams; first += beams) /* rows follow rows of their own sequence */
+        for (long at = 0; at < size; at += BYTES) {
+            const size_t bytes = (size_t)min_l(BYTES, size - at);
+            for (long b = 0; b < beams; b++) memcpy(kept[b], memory + a->above[first + b] * row_size + at, bytes);
+            for (long b = 0; b < beams; b++) memcpy(memory + (first + b) * row_size + at, kept[b], bytes);
+        }
+}
+
 int ssd_follow_rows(const void *given, int threads) {
     const struct follow_rows *a = given;
-    enum { BEAMS = 64, BYTES = 256 };
-    char kept[BEAMS][BYTES];
-    const long beams = a->beams, rows = a->sequences * beams;
-    if (beams > BEAMS) return 1;
+    const long rows = a->sequences * a->beams;
+    if (a->beams > FOLLOWING) return 1;
     for (long row = 0; row < rows; row++)
         if (outside(a->above[row], rows)) return 1;
     for (long i = 0; i < a->num_caches; i++) {
-        const long size = a->caches[2 * i + 1], row_size = a->slots_per_branch * size;
+        const long size = a->caches[2 * i + 1];
         char *cache = (char *)(intptr_t)a->caches[2 * i] + a->first_slot * size;
-        for (long first = 0; first < rows; first += beams) /* rows follow rows of their own sequence */
-            for (long at = 0; at < a->depth * size; at += BYTES) {
-                const size_t bytes = (size_t)min_l(BYTES, a->depth * size - at);
-                for (long b = 0; b < beams; b++) memcpy(kept[b], cache + a->above[first + b] * row_size + at, bytes);
-                for (long b = 0; b < beams; b++) memcpy(cache + (first + b) * row_size + at, kept[b], bytes);
-            }
+        follow(cache, a->slots_per_branch * size, a->depth * size, a);
     }
+    if (a->states) follow(a->states, a->state_size, a->state_size, a);
     return 0;
 }
 
