@@ -103,7 +103,7 @@ def choose_tile(num_rows: int, columns: int, depth: int) -> Tile:
     if num_rows <= 16:
         if columns >= 6144:  # enough tiles of 64 columns for all multiprocessors
             return Tile(16, 64, 128, 4 if columns > 8192 else 5, 4)
-        return Tile(16, 16, 512, 3, 2) if depth >= 8192 else Tile(16, 16, 256, 4, 2)
+        return Tile(16, 16, 512, 4, 2)
     if num_rows > 128:
         return Tile(128, 128, 64, 4, 8) if columns <= 8192 and num_rows <= 512 else Tile(256, 128, 64, 3, 8)
     tiles = {rows: triton.cdiv(num_rows, rows) * triton.cdiv(columns, 64) for rows in (64, 32, 16)}
