@@ -76,6 +76,16 @@ def serving(llm: LLM, *, send_buffer: int | None = None, **options: Any) -> Iter
         yield Served(llm, url, server, thread)
 
 
+class Impatient:
+    """`asyncio` for uvicorn, which lets a tenth of a second pass before it ends: most of the time of some tests."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds / 10)
+
+
 @contextmanager
 def running(app: Any, *, send_buffer: int | None = None) -> Iterator[tuple[str, Server, threading.Thread]]:
     """An application on a port of its own: its address, the server and its thread."""
@@ -91,8 +101,10 @@ def running(app: Any, *, send_buffer: int | None = None) -> Iterator[tuple[str, 
             until(lambda: server.started)
             yield f"http://127.0.0.1:{port}", server, thread
         finally:
-            server.should_exit = True
-            thread.join(20)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("uvicorn.server.asyncio", Impatient())
+                server.should_exit = True
+                thread.join(20)
         assert not thread.is_alive()
 
 

@@ -108,12 +108,10 @@ def hand_out_twice(pool: BlockPool, table: BlockTable, num_tokens: int) -> bool:
     return grown
 
 
+@pytest.mark.slow  # a test of the fuzzer
 @pytest.mark.parametrize(
     ("seed", "owner", "name", "defect"),
-    mostly_slow(
-        [(146, BatchInputs, "accept", accept_wrongly), (47, BlockPool, "grow", hand_out_twice)],
-        fast=[(146, BatchInputs, "accept", accept_wrongly)],
-    ),
+    [(146, BatchInputs, "accept", accept_wrongly), (47, BlockPool, "grow", hand_out_twice)],
     ids=["acceptance", "blocks"],
 )
 def test_a_planted_defect_is_found_and_shrunk(

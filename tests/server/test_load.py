@@ -309,7 +309,7 @@ def test_a_stream_is_not_silent_while_its_prompt_is_read(
         return [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
 
     def slow(works: list[Work]) -> InFlight:
-        time.sleep(0.0 if works[0].sequence.num_output else 0.5)
+        time.sleep(0.0 if works[0].sequence.num_output else 0.3)
         return launch(works)
 
     with serving(llm) as served:

@@ -133,11 +133,8 @@ def test_reasoning_opened_by_the_prompt(tool_server: Served, script: Script) -> 
         ),
     ],
 )
-def test_refusals_name_the_field(tool_server: Served, more: dict[str, Any], param: str) -> None:
-    with (
-        serving(tool_server.llm, strict_parameters=True) as strict,
-        pytest.raises(openai.BadRequestError) as caught,
-    ):
+def test_refusals_name_the_field(strict: Served, more: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
         strict.client().chat.completions.create(**{"model": MODEL, "messages": ASK, **more})
     assert caught.value.param == param
 
