@@ -52,16 +52,16 @@ class Branches(Drafts):
     head: Head | MTP
     synchronous = True  # what was prepared last is for the round that is decided
 
-    def __init__(self, head: Head | MTP) -> None:
+    def __init__(self, head: Head | MTP, enough: int = 60) -> None:
         super().__init__(head)
-        self.num_after_hits = 0
+        self.enough, self.num_after_hits = enough, 0
         self.states: dict[int, list[torch.Tensor]] = {}  # by sequence id: of its next draft, if it was prepared
 
     def launched(self, works: Seq[Work], prepared: Callable[[Sequence], Prepared]) -> None:
         self.prepared = {work.sequence.id: prepared(work.sequence) for work in works}
 
     def compare(self, work: Work, outcome: Outcome, before: list[int], allowed: Seq[int] | None) -> None:
-        if len(self.seen) >= 60 and self.num_after_hits > 10:
+        if len(self.seen) >= self.enough and self.num_after_hits > 10:
             return
         states, given = self.states.pop(work.sequence.id, []), list[torch.Tensor]()
         if outcome.origin is Origin.HIT:

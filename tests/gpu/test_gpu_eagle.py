@@ -30,7 +30,7 @@ def test_drafts_are_those_of_a_plain_implementation(
     """Catches KV or features of another position or sequence, and what is missing in a graph."""
     target = make_model("llama-tied")
     head = make_head(target, tmp_path / "head") if kind == "eagle" else make_mtp(target, tmp_path / "head", "nextn")
-    observer = Drafts(head) if mode == "sd" else Branches(head)
+    observer = Drafts(head) if mode == "sd" else Branches(head, enough=150)
     options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_num_seqs": 4, "num_kv_blocks": 512}
     options |= {"block_size": 16, "max_model_len": 200, "max_num_batched_tokens": 48}
     with LLM(target.path, **options) as llm:

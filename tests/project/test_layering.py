@@ -52,7 +52,7 @@ def imports(file: Path) -> set[str]:
     statements: list[ast.AST] = [ast.parse(file.read_text(encoding="utf-8"))]
     for node in statements:
         for block in ("body", "orelse", "handlers", "finalbody", "cases"):
-            statements += getattr(node, block, []) if not isinstance(node, ast.expr) else []
+            statements += getattr(node, block, [])
         if isinstance(node, ast.ImportFrom) and node.module:
             for name in (f"{node.module}.{alias.name}" for alias in node.names):
                 found.add(name if name in MODULES else node.module)
