@@ -65,7 +65,7 @@ def test_the_queue_is_in_order_of_priority(single: Served) -> None:
         ended: list[int] = []
 
         async def one(http: httpx.AsyncClient, priority: int) -> None:
-            body = {"model": MODEL, "prompt": "Hello", "max_tokens": 2, "priority": priority}
+            body = {"model": MODEL, "prompt": "Hello", "max_tokens": 24, "ignore_eos": True, "priority": priority}
             (await http.post(f"{single.url}/v1/completions", json=body, timeout=60)).raise_for_status()
             ended.append(priority)
 
