@@ -274,8 +274,9 @@ def test_what_the_target_drafts_for_itself_stands(models: Models, speculation: d
     verified = VerifiedDrafts()
     with engine_with(models, speculation) as llm, llm.driver.observing(verified):
         llm.driver.call(lambda engine: setattr(engine.round, "run_ahead", run_ahead))
-        requests = [replace(r, params=replace(r.params, **UNPENALISED)) for r in random_requests(12, 0)]
-        llm.driver.call(lambda engine: play(engine, requests, preempt=0.03, depths=(0, 0, 1, 2, 3)))
+        for seed in range(2):
+            requests = [replace(r, params=replace(r.params, **UNPENALISED)) for r in random_requests(12, seed)]
+            llm.driver.call(lambda e, r=requests, s=seed: play(e, r, preempt=0.03, seed=s, depths=(0, 0, 1, 2, 3)))
     written = [each for each in verified.drafts if each[0] in MODEL_WRITTEN]
     assert len(written) > 50
     assert [each for each in written if each[1] != each[2]] == []
