@@ -72,7 +72,7 @@ class RandomCheckpoint:
         for name, shape in parameter_shapes(self.config).items():
             layer, _, own = name.rpartition(".")
             form = self.formats(layer) if own == "weight" and len(shape) > 1 else DENSE
-            if form in PUBLISHED.values():  # others are rounded when they are loaded
+            if form in PUBLISHED.values():  # others round floats
                 parts = form.shapes(*shape).items()
                 yield from ((f"{layer}.{part}", random_part(form, part, size, device)) for part, size in parts)
                 continue

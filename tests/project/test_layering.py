@@ -77,3 +77,12 @@ def test_packages_import_lower_layers_only() -> None:
 def test_no_modules_import_each_other() -> None:
     """Catches an import that hides inside a function from the circle it closes."""
     TopologicalSorter({module: imports(file) for module, file in MODULES.items()}).prepare()  # raises CycleError
+
+
+def test_kernels_that_every_device_has_are_those_of_the_device() -> None:
+    """Catches a function of one device's kernels that is called on all of them: `kernels(device)` has the right one."""
+    devices = [{file.stem for file in (ROOT / "kernels" / each).glob("[a-z]*.py")} for each in ("cpu", "triton")]
+    both = {f"ssd.kernels.{each}.{name}" for name in set.intersection(*devices) - {"ops"} for each in ("cpu", "triton")}
+    assert "ssd.kernels.cpu.trees" in both
+    outside = {module: file for module, file in MODULES.items() if package_of(module) != "kernels"}
+    assert not [f"{module} imports {other}" for module, file in outside.items() for other in imports(file) & both]
