@@ -596,7 +596,7 @@ def test_rounds_that_want_nothing_do_not_wait(nursery: Nursery) -> None:
 
 
 def test_nothing_waits_for_a_worker_that_starts(nursery: Nursery) -> None:
-    drafter = nursery.drafter(f"import time; time.sleep(1){HONEST}", {"texts": [TEXT]})
+    drafter = nursery.drafter(f"import time; time.sleep(0.5){HONEST}", {"texts": [TEXT]})
     works = [work_for(begun(TEXT[:3]))]
     assert propose_soon(drafter, works) == [Proposal()]
     assert not drafter.wait_ready(0.0)
