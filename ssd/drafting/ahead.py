@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from ssd.core import MODEL_WRITTEN, Origin, Outcome, Proposal, Work
-from ssd.decoding.drafter import never
+from ssd.core import MODEL_WRITTEN, Origin, Outcome, Proposal, SamplingParams, Work
 from ssd.drafting.fan_out import FanOut, OutcomeStatistics
 from ssd.drafting.forest import ForestRunner
 from ssd.drafting.model import Able, DraftSource
@@ -30,9 +29,7 @@ class ChainsAhead:
     def stage(self, works: Seq[Work], budget: int) -> StagedBranches:
         """Inputs of `prepare` for these works, with so many outcomes each."""
         return self.runner.stage_branches(
-            [work.slot for work in works],
-            [work.proposal.num_tokens for work in works],
-            [work.sequence.params for work in works],
+            *_inputs(works),
             budget=budget,
             fan_out=self.fan_out,
             statistics=self.statistics,
@@ -47,7 +44,7 @@ class ChainsAhead:
         return self.runner.part_of(staged.shape) is not None
 
     def prepare(
-        self, staged: StagedBranches, works: Seq[Work], *, overlap: bool, interrupted: Callable[[], bool] = never
+        self, staged: StagedBranches, works: Seq[Work], *, overlap: bool, interrupted: Callable[[], bool]
     ) -> DraftRun:
         count = max(work.lookahead for work in works)
         return self.runner.branch(staged, count, overlap=overlap, interrupted=interrupted)
@@ -105,9 +102,7 @@ class TreesAhead(ChainsAhead):
 
     def stage(self, works: Seq[Work], budget: int) -> StagedBranches:
         return self.runner.stage_forest(
-            [work.slot for work in works],
-            [work.proposal.num_tokens for work in works],
-            [work.sequence.params for work in works],
+            *_inputs(works),
             budget=budget,
             fan_out=self.fan_out,
         )
@@ -119,7 +114,7 @@ class TreesAhead(ChainsAhead):
         return False
 
     def prepare(
-        self, staged: StagedBranches, works: Seq[Work], *, overlap: bool, interrupted: Callable[[], bool] = never
+        self, staged: StagedBranches, works: Seq[Work], *, overlap: bool, interrupted: Callable[[], bool]
     ) -> DraftRun:
         return self.runner.grow(staged, self.levels, overlap=overlap)
 
@@ -141,3 +136,12 @@ class TreesAhead(ChainsAhead):
 
     def learn(self, run: DraftRun, works: Seq[Work], outcomes: Seq[Outcome | None]) -> None:
         """Nothing: outcomes are ranked by scores."""
+
+
+def _inputs(works: Seq[Work]) -> tuple[list[int], list[int], list[SamplingParams]]:
+    """Slots, lengths of the drafts under verification, and parameters."""
+    return (
+        [work.slot for work in works],
+        [work.proposal.num_tokens for work in works],
+        [work.sequence.params for work in works],
+    )

@@ -76,7 +76,7 @@ class DraftBuffers:
         self.after = self._ints(n, width)  # per branch: accepted draft tokens before it
         self.plan_constants = self._floats(4 * (1 + self.state.drafts.shape[1]) * width + 64)
         self.verified_confidence = self._floats(n, self.state.drafts.shape[1])
-        self.hit = self._ints(n)
+        self.hit, self._none = self._ints(n), self._ints(n)
         self.chain = self._ints(rows, reads)  # tokens of every row; column 0: the outcome's own token (`branch`)
         self.confidence = self._floats(rows, reads)
         self.likeliest = self._ints(n * reads, RANKS)
@@ -102,14 +102,17 @@ class DraftBuffers:
         both = [*slots, *[self.state.padding] * padding, *drafted, *[0] * padding]
         upload(np.array(both, dtype=np.int32), self._inputs[shape.branches].meta[: len(both)])
 
-    def stage(self, n: int, *, branches: bool) -> None:
-        """Copies the inputs of a run for n sequences out of the SequenceState."""
-        inputs = self._inputs[branches]
+    def stage(self, n: int, *, branches: bool, decided_after: torch.Tensor | None = None) -> None:
+        """Copies the inputs of a run for n sequences out of the SequenceState.
+
+        `decided_after`: only decided tokens are read, those after these counts (by slot), in place of `computed`.
+        """
+        inputs, drafts = self._inputs[branches], decided_after is None
         kernels(self.device).rounds.stage(
             self.state.view,
             slots=inputs.slots(n),
-            num_drafted=inputs.drafted(n),
-            computed=self.computed,
+            num_drafted=inputs.drafted(n) if drafts else self._none[:n],
+            computed=self.computed if decided_after is None else decided_after,
             first=inputs.first[:n],
             count=inputs.count[:n],
             tokens=inputs.tokens[:n],
@@ -117,7 +120,7 @@ class DraftBuffers:
             hit=self.hit[:n],
             hit_origin=Origin.HIT,
             vocab_size=self.runner.vocab_size,
-            fork=branches,
+            fork=branches and drafts,
         )
 
     def look_up(self, n: int, width: int, depth: int) -> None:

@@ -94,7 +94,7 @@ class ForestRunner(DraftRunner):
         self._sequences = torch.arange(n, device=self.device)[:, None]
         self._slots = torch.arange(rows * levels + n * nodes, dtype=torch.int32, device=self.device)
         self._slots += self.buffers.first_slot
-        self._nodes, self._parents, self._none = self._ints(n, nodes), self._ints(n, nodes), self._ints(n)
+        self._nodes, self._parents = self._ints(n, nodes), self._ints(n, nodes)
         self._computed = torch.zeros_like(self.buffers.computed)
         # Results of the last run: its outcomes, the likeliest first, all candidates of its trees, and their outcomes.
         self._outcomes = _Outcomes(self._ints(rows), self._ints(rows), self._ints(rows))
@@ -192,24 +192,11 @@ class ForestRunner(DraftRunner):
 
     def _stage_forest(self, n: int) -> None:
         """Copies the inputs of a run for n sequences out of the SequenceState."""
-        inputs, state, buffers = self.buffers.inputs(branches=True), self.state, self.buffers
+        state, buffers = self.state, self.buffers
         assert state.tree is not None
         self._computed.copy_(buffers.computed)  # which changes when the run is launched: drafts may be written before
-        kernels(self.device).rounds.stage(
-            state.view,
-            slots=inputs.slots(n),
-            num_drafted=self._none[:n],
-            computed=self._computed,
-            first=inputs.first[:n],
-            count=inputs.count[:n],
-            tokens=inputs.tokens[:n],
-            verified_confidence=buffers.verified_confidence[:n],
-            hit=buffers.hit[:n],
-            hit_origin=Origin.HIT,
-            vocab_size=self.model_runner.vocab_size,
-            fork=False,
-        )
-        slots = inputs.slots(n).long()
+        buffers.stage(n, branches=True, decided_after=self._computed)
+        slots = buffers.inputs(branches=True).slots(n).long()
         self._nodes[:n].copy_(state.drafts[slots])
         self._parents[:n].copy_(state.tree.parents[slots])
 

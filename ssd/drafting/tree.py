@@ -60,7 +60,7 @@ class DraftTrees:
             children=self.beams,
             vocab_size=self.state.vocab_size,
         )
-        self._count += len(logits) * self.beams**2 // len(following)
+        self._count += len(logits) // len(self._candidates.scores) * self.beams
         return above
 
     def store(self, slots: torch.Tensor, origin: int) -> None:

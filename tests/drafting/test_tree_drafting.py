@@ -28,6 +28,8 @@ from ssd.drafting.tree import MOST_BEAMS
 from ssd.sampling import noise
 
 PROMPTS = ragged_prompts(5, longest=40)
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_num_seqs": 3, "block_size": 4}
+OPTIONS |= {"max_num_batched_tokens": 40, "max_model_len": 100}
 NODES, DEPTH = 7, 3
 SHARE = 0.97  # of the trees: sums are taken in another order, so a close choice may be another one
 Paths = set[tuple[int, ...]]
@@ -119,6 +121,14 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 
 
+def sampled(bias: dict[int, float]) -> list[SamplingParams]:
+    """Of each prompt: greedy, or with a seed and a temperature."""
+    return [
+        SamplingParams(temperature=(0.0, 1.0, 0.7)[i % 3], seed=i, logit_bias=bias, max_new_tokens=26, ignore_eos=True)
+        for i in range(len(PROMPTS))
+    ]
+
+
 @pytest.mark.parametrize("kind", mostly_slow([*MODELS, *HEADS, *BLOCKS], fast={"qwen2"}))
 def test_trees_are_the_best_ones(make_model: Callable[[str], TestModel], tmp_path: Path, kind: str) -> None:
     """At T = 0 and above, with chunks of prompts, several sequences and accepted paths of all lengths."""
@@ -130,19 +140,14 @@ def test_trees_are_the_best_ones(make_model: Callable[[str], TestModel], tmp_pat
         draft = make_head(target, tmp_path / "head", **HEADS[kind])
     else:
         draft = make_block(target, tmp_path / "block", **BLOCKS[kind])
-    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_num_seqs": 3, "block_size": 4}
-    options |= {"max_num_batched_tokens": 40, "max_model_len": 100}
     speculation = {"mode": "sd", "draft": draft.path, "k": DEPTH, "tree": NODES}
     bias = dict.fromkeys(FEW, 100.0) if kind != "dflash2" else {}  # which leaves a few tokens of its own choice
-    params = [
-        SamplingParams(temperature=(0.0, 1.0, 0.7)[i % 3], seed=i, logit_bias=bias, max_new_tokens=26, ignore_eos=True)
-        for i in range(len(PROMPTS))
-    ]
-    with LLM(target.path, speculation=speculation, **options) as llm:
+    params = sampled(bias)
+    with LLM(target.path, speculation=speculation, **OPTIONS) as llm:
         trees = SeenTrees(llm, draft)
         outputs = llm.generate(PROMPTS, params)
         assert llm.engine.metrics.drafter_failures == 0
-    with LLM(target.path, **options) as llm:
+    with LLM(target.path, **OPTIONS) as llm:
         assert [o.token_ids for o in outputs] == [o.token_ids for o in llm.generate(PROMPTS, params)]
     assert len(trees.seen) > 20
     assert not bias or {0, 1, 2} <= set(trees.accepted)
@@ -220,20 +225,15 @@ class SeenForests:
 def test_prepared_trees_are_the_best_ones(make_model: Callable[[str], TestModel], kind: str) -> None:
     """Behind nodes of all depths, at T = 0 and above, in prompts that are read in chunks and in batches."""
     target, draft = make_model("llama-tied"), Plain(make_model(kind))
-    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_num_seqs": 3, "block_size": 4}
-    options |= {"max_num_batched_tokens": 40, "max_model_len": 100}
     speculation = {"mode": "ssd", "draft": draft.path, "k": DEPTH, "tree": NODES, "budget": WIDTH}
     bias = dict.fromkeys(FEW, 100.0)
-    params = [
-        SamplingParams(temperature=(0.0, 1.0, 0.7)[i % 3], seed=i, logit_bias=bias, max_new_tokens=26, ignore_eos=True)
-        for i in range(len(PROMPTS))
-    ]
-    with LLM(target.path, speculation=speculation, **options) as llm:
+    params = sampled(bias)
+    with LLM(target.path, speculation=speculation, **OPTIONS) as llm:
         forests = SeenForests(llm, draft)
         outputs = llm.generate(PROMPTS, params)
         assert llm.engine.metrics.drafter_failures == 0
         assert llm.engine.metrics.ssd_hit_rate > 0.2
-    with LLM(target.path, **options) as llm:
+    with LLM(target.path, **OPTIONS) as llm:
         assert [o.token_ids for o in outputs] == [o.token_ids for o in llm.generate(PROMPTS, params)]
     assert len(forests.seen) == COMPARED
     assert {0, 1, 2} <= forests.depths
