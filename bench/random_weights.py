@@ -30,18 +30,19 @@ PUBLISHED: Final[dict[str, WeightFormat]] = {
 
 
 def random_part(form: WeightFormat, name: str, size: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """A stored tensor of a published format: any codes, and scales of both signs. The weights have no mean, which would
-    be the same for all tokens."""
+    """A stored tensor of a published format, random. Weights are of both signs: a mean would be the same for all
+    tokens."""
     integers = functools.partial(torch.randint, size=size, device=device)
     if isinstance(form, MXFP4):
         return integers(110, 120, dtype=torch.uint8) if "scale" in name else integers(0, 256, dtype=torch.uint8)
     if name == "weight_packed":
         return integers(-(1 << 31), 1 << 31, dtype=torch.int32)
     if name == "weight_scale":
-        scales = (torch.rand(size, device=device) - 0.5) / 50
-        return scales.bfloat16() if isinstance(form, PackedRows) else scales
+        scales = torch.rand(size, device=device) / 100
+        return (scales * (2 * integers(0, 2) - 1)).bfloat16() if isinstance(form, PackedRows) else scales
     assert isinstance(form, Unpacked)
-    return integers(0, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    signs = integers(0, 2, dtype=torch.uint8) << 7
+    return (integers(0, 0x7F, dtype=torch.uint8) | signs).view(torch.float8_e4m3fn)
 
 
 def experts_in(form: str) -> FormatOf:

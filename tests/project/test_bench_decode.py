@@ -10,8 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from random_weights import PUBLISHED, RandomCheckpoint, experts_in
 
-from ssd.grafts.shapes import SHAPES
+from ssd.assembly.build import build_engine
+from ssd.config import EngineConfig
+from ssd.engine.driver import Driver
+from ssd.execution.target import Target
+from ssd.grafts.shapes import SHAPES, shape_of
 from ssd.kernels.weights import RoutingRule
 from ssd.layers.spec import ExpertsSpec, LatentSpec, MLPSpec
 from ssd.models.decoder import parameter_shapes
@@ -34,6 +39,23 @@ def test_the_peer_of_a_shape_has_the_same_parameters(decode: Any, name: str) -> 
     parameters = dict(single_experts(itertools.chain(peer.named_parameters(), corrections), shape))
     assert {name: tuple(parameter.shape) for name, parameter in parameters.items()} == parameter_shapes(shape)
     assert {parameter.dtype for parameter in peer.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("form", PUBLISHED)
+def test_experts_in_published_formats(decode: Any, form: str) -> None:
+    """Catches random tensors that the loader refuses, and experts that stay floats."""
+    base = shape_of("qwen3-30b-a3b:layers=1")
+    assert isinstance(base.layer.mlp, ExpertsSpec)
+    mlp = replace(base.layer.mlp, num_experts=4, experts_per_token=2, intermediate_size=128)
+    layers = (replace(base.layer, mlp=mlp),)
+    shape = replace(base, layers=layers, vocab_size=96, hidden_size=128, max_position=256)
+    checkpoint = RandomCheckpoint(shape, formats=experts_in(form))
+    engine, _ = build_engine(EngineConfig("random", device="cpu", max_num_seqs=2), checkpoint)
+    assert isinstance(engine.round.target, Target)
+    assert engine.round.target.runner.decoder.formats == {"dense", PUBLISHED[form].name}
+    driver = Driver(engine)
+    assert decode.engine_decode(driver, [[1, 2, 3], [4, 5]], 4) > 0
+    driver.close()
 
 
 @pytest.mark.slow
