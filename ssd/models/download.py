@@ -18,11 +18,12 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from threading import Event
 from typing import IO, Any, Final
+from uuid import uuid4
 
 from ssd.errors import ModelNotFound, SSDError, one_line
 from ssd.models.hub import HubName, cache_entry, cache_places, download_folder, local_model
@@ -78,10 +79,10 @@ class Snapshot:
 
     def present(self, file: RemoteFile) -> int:
         """Bytes of a file that are there."""
-        if self.blob(file).is_file():
-            return file.size
-        partial = self.partial(file)
-        return min(file.size, partial.stat().st_size) if partial.is_file() else 0
+        for path in (self.blob(file), self.partial(file)):
+            with suppress(FileNotFoundError):
+                return min(file.size, path.stat().st_size)
+        return 0
 
     def link(self, file: RemoteFile) -> Path:
         """Adds a file whose blob is there."""
@@ -265,8 +266,8 @@ def _write(path: Path, text: str) -> None:
 
 
 def _beside(path: Path) -> Path:
-    """A name of this process, for what replaces a file at once."""
-    return path.with_name(f".{path.name}.{os.getpid()}")
+    """A name that no other writer has, in this process or another, for what replaces a file at once."""
+    return path.with_name(f".{path.name}.{uuid4().hex}")
 
 
 def _check_room(plan: Plan) -> None:

@@ -17,7 +17,7 @@ from stand_in_hub import StandInHub, described
 
 from ssd.assembly.open import open_checkpoint
 from ssd.errors import ConfigError, ModelNotFound, SSDError, UnsupportedModel
-from ssd.models.download import download, plan
+from ssd.models.download import _write, download, plan
 from ssd.models.hub import HubName, local_model, short_name
 from ssd.models.repository import checkpoint_names, matching, quantization, tag
 
@@ -228,7 +228,7 @@ def test_the_hubs_own_library_finds_what_was_downloaded(hub: StandInHub, llama: 
 
 
 def test_two_downloads_at_the_same_time_share_the_files(hub: StandInHub, llama: Path) -> None:
-    """As the ranks of a model do. Catches two writers of one file."""
+    """As the ranks of a model do, or engines of one process. Catches two writers of one file."""
     hub.add("org/tiny", llama)
     hub.delay, hub.piece = 0.005, 1 << 14
     with ThreadPoolExecutor(3) as pool:
@@ -236,6 +236,15 @@ def test_two_downloads_at_the_same_time_share_the_files(hub: StandInHub, llama: 
     assert all((path / file.name).read_bytes() == file.read_bytes() for file in llama.iterdir())
     asked = [each.file for each in hub.asked if each.file]
     assert sorted(asked) == hub.fetched()
+
+
+def test_every_writer_of_a_process_has_a_file_of_its_own(tmp_path: Path) -> None:
+    """Catches names that two threads share: the second finds that the first has moved their file."""
+    path = tmp_path / "refs" / "main"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: _write(path, str(number) * 40), range(400)))
+    assert len(path.read_text()) >= 40
+    assert [each.name for each in path.parent.iterdir()] == ["main"]
 
 
 def test_content_that_is_not_what_the_hub_describes_is_refused(hub: StandInHub, tmp_path: Path) -> None:
