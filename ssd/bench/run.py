@@ -23,7 +23,6 @@ from ssd.bench.ours import OurContender, methods_of, our_contenders
 from ssd.bench.record import origin
 from ssd.bench.report import Report, Row
 from ssd.bench.workload import Workload, load_workload
-from ssd.config import SUFFIX
 from ssd.execution.target import Target
 from ssd.execution.threads import num_cores
 from ssd.models.checkpoint import rounding_note
@@ -163,7 +162,7 @@ def _peer(config: BenchConfig, peer: str) -> Callable[[int], Contender]:
 def _draft_in_use(config: BenchConfig) -> str | None:
     """The draft model, if a method or a peer drafts with it."""
     methods = methods_of(config.methods, config.draft, config.k, config.speculation)
-    drafting = any(method.speculation.get("draft", SUFFIX) != SUFFIX for method in methods)
+    drafting = any(method.speculation.draft_model is not None for method in methods)
     return config.draft if drafting or any(":" in peer for peer in config.peers if not is_url(peer)) else None
 
 
