@@ -23,13 +23,14 @@ from ssd.drafting.block import BlockModel
 from ssd.drafting.controller import DepthController
 from ssd.drafting.head import HeadModel
 from ssd.drafting.model import DraftSource, ModelDrafter
+from ssd.drafting.process import ProcessDrafter
 from ssd.drafting.ssd import SSDDrafter
 from ssd.drafting.suffix import SuffixDrafter
 from ssd.engine.driver import Asked, Driver
 from ssd.engine.engine import Engine
 from ssd.engine.metrics import EngineMetrics
 from ssd.engine.submission import Submission
-from ssd.errors import ConfigError
+from ssd.errors import ConfigError, ServerError
 from ssd.execution.target import Target
 from ssd.llm import LLM, check_served, measure_modes
 from ssd.models.block import BlockCheckpoint
@@ -57,8 +58,8 @@ class Method:
         options: Mapping[str, Any],
         opened: FeatureCheckpoint | None = None,
     ) -> Method:
-        """`options` are those of mode="ssd", of the acceptance rule, or of the draft model. `opened`: the draft, if it
-        is one on the target's features."""
+        """`options` are those of mode="ssd", of the acceptance rule, or of the draft model; with `draft_url` a draft
+        server drafts for `ssd`. `opened`: the draft, if it is one on the target's features."""
         mode, _, number = text.partition(":")
         if mode not in ("ar", "sd", "ssd", "auto", SUFFIX, TREE, SSD_TREE) or (mode == "ar" and number):
             raise ConfigError(
@@ -68,7 +69,8 @@ class Method:
         if mode == "ar":
             return cls("ar", SpeculationConfig())
         known, name = options_of(SpeculationConfig), mode
-        chosen: dict[str, Any] = {"mode": mode, "draft": draft}
+        remote = mode == "ssd" and "draft_url" in options
+        chosen: dict[str, Any] = {"mode": mode, "draft": None if remote else draft}
         if mode == SUFFIX:
             chosen = {"mode": "sd", "draft": SUFFIX}
         elif mode in (TREE, SSD_TREE):
@@ -77,15 +79,15 @@ class Method:
             chosen |= {"mode": "sd" if mode == TREE else "ssd", "tree": known["tree"].parse(nodes)}
             name = f"{mode} {nodes}"
         chosen["k"] = known["k"].parse(number) if number else k
-        if chosen["draft"] is None:
+        if chosen["draft"] is None and not remote:
             raise ConfigError(f"method {text!r} needs a draft: name one with --draft")
-        look_up = {"suffix", "suffix_cache_tokens"}
+        look_up, server = {"suffix", "suffix_cache_tokens"}, {"draft_url", "draft_token"}
         of_sd = {"k_max", "acceptance", "saguaro_c", "draft_quantization"} | look_up
         kept = {SUFFIX: {"k_max", "suffix_cache_tokens"}, "sd": of_sd, TREE: of_sd}
-        kept[SSD_TREE] = options.keys() - look_up - {"fan_out", "fan_out_hit", "fan_out_miss"}
-        if mode == "auto" and options.get("suffix"):
-            kept["auto"] = set(options)
-        names = kept.get(mode, options.keys() - look_up)
+        kept["ssd"] = options.keys() - look_up
+        kept[SSD_TREE] = kept["ssd"] - server - {"fan_out", "fan_out_hit", "fan_out_miss"}
+        kept["auto"] = options.keys() - server if options.get("suffix") else kept["ssd"] - server
+        names = kept[mode]
         chosen |= {each: options[each] for each in options if each in names}
         speculation = SpeculationConfig.of(chosen)
         speculation = deepened(speculation, opened if speculation.draft_model is not None else None)
@@ -100,7 +102,8 @@ class OurContender:
     llm: LLM
     drafter: Drafter
     threads: int  # of the target, at most; on a CPU
-    draft_processes: int = 0
+    draft_processes: int = 0  # cores of drafts in other processes
+    server_cores: int = 0  # those among them that are a draft server's, which this process has not started
     note: str = ""
     rates: list[float] | None = None  # of acceptance by position, which is drawn; None: the models decide
     metrics: EngineMetrics = field(default_factory=EngineMetrics)  # of the last answers
@@ -187,12 +190,13 @@ def our_contenders(
     hits: float | None = None,
     **options: Any,
 ) -> list[OurContender]:
-    """Contenders of all methods, on one engine, but one for every method with a draft in a worker.
+    """Contenders of all methods, on one engine, but one for every method with a draft in a worker or a draft server.
 
     `accept`: acceptance that is drawn, as `rates_of` takes it. `hits`: share of drafts that were prepared, likewise.
     On a CPU they all have `torch.get_num_threads()` cores: a draft in a process of its own has one of them.
     """
-    apart = [method for method in methods if _in_process(method, str(options.get("device", "auto")))]
+    device = str(options.get("device", "auto"))
+    apart = [method for method in methods if method.speculation.draft_url or _in_process(method, device)]
     if apart and hits is not None:
         raise ConfigError("hits: only of a draft in the target's process, --placement stream or inline")
     together = [method for method in methods if method not in apart]
@@ -203,10 +207,16 @@ def our_contenders(
         for method, speculation in zip(together, wanted, strict=True):
             found[method.name] = OurContender(method.name, llm, _drafter(llm, speculation), _threads(llm))
     for method in apart:
-        llm = LLM(model, max_num_seqs=batch, speculation=replace(method.speculation, placement="process"), **options)
+        url = method.speculation.draft_url
+        speculation = method.speculation if url else replace(method.speculation, placement="process")
+        llm = LLM(model, max_num_seqs=batch, speculation=speculation, **options)
         drafter = llm.engine.round.drafter
-        cores = drafter.cores if method.speculation.mode == "ssd" else 0  # "auto" has all of them in rounds of SD
-        found[method.name] = OurContender(method.name, llm, drafter, _threads(llm, cores), cores)
+        if url and not _connected(drafter):
+            llm.close()
+            raise ServerError(f"draft_url={url!r}: no draft server is ready: start one with ssd draft-server DRAFT")
+        cores = drafter.cores if speculation.mode == "ssd" else 0  # "auto" has all of them in rounds of SD
+        of_server = cores if url else 0
+        found[method.name] = OurContender(method.name, llm, drafter, _threads(llm, cores), cores, of_server)
     if accept is not None:
         for method in methods:
             found[method.name].rates = _rates(method, accept)
@@ -214,6 +224,11 @@ def our_contenders(
         for each in found.values():
             each.drafter.pin_hits(hits)
     return [found[method.name] for method in methods]
+
+
+def _connected(drafter: Drafter) -> bool:
+    drafter = drafter.drafters["ssd"] if isinstance(drafter, DepthController) else drafter
+    return isinstance(drafter, ProcessDrafter) and drafter.wait_ready(0.0)
 
 
 def _rates(method: Method, accept: tuple[float, ...]) -> list[float]:
@@ -298,6 +313,8 @@ def methods_of(names: str, draft: str | None, k: int | str | None, options: Mapp
     """Parses a list such as `ar,sd:4,ssd:auto`."""
     if "tree" in options:
         raise ConfigError(f"tree={options['tree']}: a tree is a method of its own here: name {TREE}:{options['tree']}")
+    if "draft_url" in options and not any(each.strip().partition(":")[0] == "ssd" for each in names.split(",")):
+        raise ConfigError(f"draft_url={options['draft_url']!r}: a draft server drafts for the method ssd: name it, too")
     opened = open_feature_draft(draft) if draft not in (None, SUFFIX, MTP) else None
     found = [Method.parse(name.strip(), draft, k, options, opened) for name in names.split(",") if name.strip()]
     twice = [method.name for i, method in enumerate(found) if method in found[:i]]

@@ -39,6 +39,8 @@ it has the set, else from those that come with ssd; the report says which.
 
   ssd bench graft:tiny-qwen3@qwen3-32b --draft graft:tiny-qwen3-draft@qwen3-0.6b --compare ar,sd:6,ssd:6
 
+  ssd bench MODEL --draft-url unix:ssd-draft.sock --compare ar,ssd   [dim]# drafts of a draft server[/]
+
   ssd bench MODEL --compare ar --peer http://127.0.0.1:8000
 """
 
@@ -65,7 +67,8 @@ def bench(
 ) -> None:
     draft = speculation.pop("draft", None) or bundled_draft(model)
     short, best_k = ({"num_prompts": 2}, 3) if model == DEMO_MODEL else ({}, None)
-    settings = {"methods": "ar,sd,ssd,auto" if draft else "ar,suffix", **short, **settings}
+    usual = "ar,sd,ssd,auto" if draft else "ar,ssd" if "draft_url" in speculation else "ar,suffix"
+    settings = {"methods": usual, **short, **settings}
     k = speculation.pop("k", best_k)
     config = BenchConfig(model, draft, k=k, speculation=speculation, engine=engine, **sampling, **settings)
     follow(engine)

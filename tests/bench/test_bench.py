@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from conftest import mostly_slow
+from draft_servers import draft_server
 from eagle_heads import make_tiny_head
 from fake_server import PIECES, TOKENS_A_PIECE, serving
 from random_weights import RandomCheckpoint
@@ -39,7 +40,7 @@ from ssd.cli import console
 from ssd.cli.main import app
 from ssd.config import SpeculationConfig
 from ssd.drafting.controller import DepthController
-from ssd.errors import ConfigError, SSDError
+from ssd.errors import ConfigError, ServerError, SSDError
 from ssd.grafts.shapes import SHAPES
 
 TINY = ("tiny-llama", "tiny-llama-draft")
@@ -510,6 +511,42 @@ def test_a_draft_in_a_process_is_a_contender_too() -> None:
     finally:
         for contender in ours:
             contender.close()
+
+
+def test_a_draft_server_is_measured_beside_the_other_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches the server's draft in a method that has another one, and a token in a report."""
+    flags = ["bench", *TINY[:1], "--sets", "example", "--prompts", "1", "--max-tokens", "12", "--repeats", "1"]
+    flags += ["--device", "cpu", "--compare", "ar,sd:2,ssd:4", "--draft-token", "a-secret", "--json", "-"]
+    monkeypatch.setattr("sys.argv", ["ssd", *flags])
+    with draft_server(tmp_path, tokens=("a-secret",), listen=("tcp://127.0.0.1:0",)) as server:
+        url = f"tcp://127.0.0.1:{server.addresses[0].port}"
+        result = CliRunner().invoke(app, [*flags, "--draft-url", url])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["same_text"] is True
+    rows = {row["contender"]: row for row in report["results"] if row["set"] == MEAN}
+    assert list(rows) == ["ar", "sd k=2", "ssd k=4"]
+    assert rows["sd k=2"]["hit_rate"] is None
+    assert rows["ssd k=4"]["hit_rate"] > 0
+    assert rows["ssd k=4"]["tokens_per_round"] > 1
+    assert rows["ssd k=4"]["drafter_failures"] == 0
+    assert report["settings"]["speculation"]["draft_url"] == url
+    assert "--draft-token … --json" in report["command"]
+    assert "a-secret" not in result.stdout
+
+
+def test_a_draft_server_that_is_not_there_is_no_method() -> None:
+    nowhere = {"draft_url": "tcp://127.0.0.1:9"}
+    with pytest.raises(ServerError, match=r"draft_url=.*no draft server is ready: start one with ssd draft-server"):
+        our_contenders("tiny-llama", methods_of("ssd", None, 4, nowhere), batch=1, device="cpu", max_model_len=128)
+    with pytest.raises(ConfigError, match="a draft server drafts for the method ssd: name it, too"):
+        methods_of("ar,sd", "tiny-llama-draft", 4, nowhere)
+    [ssd, auto] = methods_of("ssd,auto", "tiny-llama-draft", 4, nowhere)
+    assert ssd.speculation == SpeculationConfig(mode="ssd", k=4, **nowhere)
+    assert auto.speculation == SpeculationConfig(mode="auto", draft="tiny-llama-draft", k=4)
+    assert methods_of("ssd", None, None, nowhere)[0].speculation.k == 4
+    with pytest.raises(ConfigError, match="has no option fan_out"):
+        methods_of("ssd", None, 4, {**nowhere, "fan_out": 2})
 
 
 @pytest.mark.slow
