@@ -537,8 +537,10 @@ def test_a_draft_server_is_measured_beside_the_other_methods(tmp_path: Path, mon
 
 def test_a_draft_server_that_is_not_there_is_no_method() -> None:
     nowhere = {"draft_url": "tcp://127.0.0.1:9"}
-    with pytest.raises(ServerError, match=r"draft_url=.*no draft server is ready: start one with ssd draft-server"):
-        our_contenders("tiny-llama", methods_of("ssd", None, 4, nowhere), batch=1, device="cpu", max_model_len=128)
+    for k in (4, "auto"):
+        methods = methods_of("ssd", None, k, nowhere)
+        with pytest.raises(ServerError, match=r"draft_url=.*no draft server is ready: start one with ssd draft-server"):
+            our_contenders("tiny-llama", methods, batch=1, device="cpu", max_model_len=128)
     with pytest.raises(ConfigError, match="a draft server drafts for the method ssd: name it, too"):
         methods_of("ar,sd", "tiny-llama-draft", 4, nowhere)
     [ssd, auto] = methods_of("ssd,auto", "tiny-llama-draft", 4, nowhere)
