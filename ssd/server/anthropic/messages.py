@@ -11,6 +11,7 @@ from fastapi.responses import Response
 from ssd.server import parameters
 from ssd.server.answers import STREAMED, named_event_stream
 from ssd.server.anthropic.message_events import AnthropicMessageWriter
+from ssd.server.chat_messages import unseen
 from ssd.server.effort import effort_options
 from ssd.server.errors import MESSAGES_ERROR_RESPONSES, invalid, renaming, unsupported
 from ssd.server.fields import known_fields
@@ -19,7 +20,6 @@ from ssd.server.http.bodies import JsonRoute, on_thread
 from ssd.server.ignored import current
 from ssd.server.openai.chat import prompt_tokens, respond, start_chat
 from ssd.server.protocol import SCHEMA, ChatRequest, Json, Jsons, PublishedRequest, SamplingRequest, Stops
-from ssd.server.tool_results import unseen
 
 router = APIRouter(route_class=JsonRoute)
 

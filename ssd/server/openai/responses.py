@@ -12,6 +12,7 @@ from pydantic import Field
 
 from ssd.server import parameters
 from ssd.server.answers import STREAMED, named_event_stream
+from ssd.server.chat_messages import unseen
 from ssd.server.effort import effort_options
 from ssd.server.errors import invalid, renaming, unsupported
 from ssd.server.fields import known_fields
@@ -22,7 +23,6 @@ from ssd.server.openai.chat import respond, start_chat
 from ssd.server.openai.response_events import ResponseWriter
 from ssd.server.openai.response_tools import ResponseTools, chat_name, response_tools
 from ssd.server.protocol import SCHEMA, ChatRequest, Json, Jsons, SamplingRequest, Texts, one_invalid
-from ssd.server.tool_results import unseen
 
 router = APIRouter(route_class=JsonRoute)
 _ITEM_FIELDS: Final = {
