@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
@@ -425,6 +426,25 @@ def test_a_rank_that_cannot_start_is_an_error_and_leaves_nothing(
     with pytest.raises(EngineFailed, match="rank 1 of the model could not be started"):
         LLM(models.target, device="cpu", tensor_parallel_size=2)
     assert torch.get_num_threads() == threads
+
+
+def test_a_watch_that_comes_late_takes_the_end_for_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine sockets may be closed before the thread that watches them is told to end."""
+    ranks = object.__new__(Ranks)
+    ranks._wake, ranks._woken = socket.socketpair()
+    ours, theirs = socket.socketpair()
+    ranks._channels, ranks._hosts, ranks.failure, ranks._awaited = [Channel(ours)], None, None, None
+    poller = select.poll()
+
+    def close_before(milliseconds: int) -> list[tuple[int, int]]:
+        for end in (ranks._wake, ranks._woken, ours, theirs):
+            end.close()
+        return sorted(poller.poll(milliseconds), reverse=True)
+
+    late = SimpleNamespace(register=poller.register, poll=close_before)
+    monkeypatch.setattr(select, "poll", lambda: late)
+    ranks._watch()
+    assert ranks.failure is None
 
 
 @pytest.mark.slow
