@@ -209,7 +209,7 @@ def test_http_requests_are_counted_by_route_and_status(llm: LLM) -> None:
 def test_requests_that_the_connection_refuses_are_counted_once(llm: LLM) -> None:
     """A body that does not come (408), and what is not HTTP (400): the application does not answer these."""
     late = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
-    with serving(llm, read_timeout=0.1) as served:
+    with serving(llm, read_timeout=0.5) as served:
         for sent in (late, b"nonsense\r\n\r\n"):
             with socket.create_connection((httpx.URL(served.url).host, httpx.URL(served.url).port)) as connection:
                 connection.sendall(sent)
