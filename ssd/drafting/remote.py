@@ -16,6 +16,7 @@ from ssd.parallel.process import setup_message
 from ssd.parallel.transport import REFUSED, Channel, ChannelClosed, Message, WireError, decode_json, reason_of
 
 _TIMEOUT = 2.0  # seconds for a connection, and for the answer to HELLO
+_SEARCH_SECONDS = 3.0  # for all answers: a server waits 5 s for SETUP, and to look up a host's name may take longer
 
 
 class Refused(WireError):
@@ -95,8 +96,9 @@ class DraftServers:
         self._found = nearest
 
     def _answers(self) -> list[tuple[Address, _Answer]]:
-        """That of every server, or why there is none."""
+        """That of every server, or why there is none; one that comes too late is dropped with its connection."""
         answers: dict[Address, _Answer] = {}
+        deadline = time.monotonic() + _SEARCH_SECONDS
 
         def ask(address: Address) -> None:
             try:
@@ -108,8 +110,9 @@ class DraftServers:
         for each in threads:
             each.start()
         for each in threads:
-            each.join()
-        return [(each, answers[each]) for each in self._addresses]
+            each.join(max(0.0, deadline - time.monotonic()))
+        late = WireError(f"no answer within {_SEARCH_SECONDS:g} s")
+        return [(each, answers.get(each, late)) for each in self._addresses]
 
 
 def _greet(address: Address, hello: Hello) -> tuple[Connection, int, float]:

@@ -428,6 +428,28 @@ def test_all_servers_are_asked_at_the_same_time(tmp_path: Path) -> None:
     assert sorted(isinstance(each, ChannelClosed) for each in errors) == [False, True, True]
 
 
+@pytest.mark.slow
+def test_a_host_whose_name_is_not_found_for_long_keeps_nobody_waiting(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, lost, connect, over = Address.of(url), Address(host="lost", port=1), Address.connect, threading.Event()
+
+    def resolved(self: Address, timeout: float) -> socket.socket:
+        if self == lost:
+            over.wait(60)
+            raise OSError("there is no such host")
+        return connect(self, timeout)
+
+    monkeypatch.setattr(Address, "connect", resolved)
+    servers = DraftServers([lost, good], greeting())
+    servers()
+    servers.wait(20)
+    found = servers()
+    over.set()
+    assert found is not None
+    found.close()
+
+
 def test_a_server_that_refuses_before_it_is_asked_says_why() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
