@@ -233,10 +233,15 @@ def test_a_server_that_dies_later_leaves_them_too(tmp_path: Path, monkeypatch: p
 
 @linux_only
 def test_a_server_that_never_gets_ready_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SSD_VLLM_PYTHON", program(tmp_path, f"echo $$ > {tmp_path}/pid\nsleep 300"))
+    monkeypatch.setenv("SSD_VLLM_PYTHON", program(tmp_path, "sleep 300"))
+    started, popen = list[subprocess.Popen[bytes]](), subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *args, **options: started.append(popen(*args, **options)) or started[-1]
+    )
     with pytest.raises(ServerError, match="not ready after 1 s"):
         launch("vllm", "tiny-llama", ready_seconds=0.7)
-    assert gone(int((tmp_path / "pid").read_text()))
+    [server] = started
+    assert gone(server.pid)
 
 
 @linux_only
