@@ -235,9 +235,12 @@ def test_a_server_that_dies_later_leaves_them_too(tmp_path: Path, monkeypatch: p
 def test_a_server_that_never_gets_ready_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSD_VLLM_PYTHON", program(tmp_path, "sleep 300"))
     started, popen = list[subprocess.Popen[bytes]](), subprocess.Popen
-    monkeypatch.setattr(
-        subprocess, "Popen", lambda *args, **options: started.append(popen(*args, **options)) or started[-1]
-    )
+
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
     with pytest.raises(ServerError, match="not ready after 1 s"):
         launch("vllm", "tiny-llama", ready_seconds=0.7)
     [server] = started
