@@ -31,6 +31,12 @@ CHAT = [{"role": "user", "content": "Tell me a story."}]
 ENDLESS: dict[str, Any] = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 3000, "ignore_eos": True}
 
 
+@pytest.fixture(autouse=True)
+def idle(llm: LLM) -> None:
+    """What an earlier test has left to the engine has ended, and is not counted in the next one."""
+    until(lambda: llm.engine.num_unfinished_requests == 0)
+
+
 def random_request(seed: int) -> tuple[dict[str, Any], bool]:
     """The keywords of a completion, and whether it is streamed."""
     draw = random.Random(seed)
