@@ -486,10 +486,22 @@ def load(two: LLM) -> Load:
     return Load(prompts, params, [output.token_ids for output in outputs])
 
 
+def held() -> tuple[int, set[str]]:
+    """Open files of this process, and shared memory, without that of browsers, whose names begin with a dot."""
+    return len(os.listdir("/proc/self/fd")), {name for name in os.listdir("/dev/shm") if not name.startswith(".")}
+
+
+def check_no_more(before: tuple[int, set[str]]) -> None:
+    """Others may close files or free memory meanwhile."""
+    files, shared = held()
+    assert files <= before[0]
+    assert shared <= before[1]
+
+
 @contextmanager
 def drafting_with(llm: LLM, *workers: tuple[str, dict[str, Any]]) -> Iterator[ProcessDrafter]:
     """The engine with a drafter in such processes; of them nothing may be left in the end."""
-    before, shared, started = len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm"), list[int]()
+    before, started = held(), list[int]()
 
     def start(code: str, setup: dict[str, Any]) -> Worker:
         worker = Worker(setup, [sys.executable, "-c", code])
@@ -504,7 +516,7 @@ def drafting_with(llm: LLM, *workers: tuple[str, dict[str, Any]]) -> Iterator[Pr
     llm.driver.call(lambda engine: engine.round.use(built))
     drafter.close()
     assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
-    assert (len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm")) == (before, shared)
+    check_no_more(before)
 
 
 class Faults(RoundObserver):
@@ -556,7 +568,7 @@ def test_faults_of_a_draft_s_process_under_load_cost_no_text(two: LLM, load: Loa
 def test_draft_models_that_die_and_hang_again_and_again(two: LLM, models: Models, load: Load, replicas: int) -> None:
     """Real draft models beside two ranks. Every few rounds one of them is killed or stopped; their successors draft."""
     speculation = AHEAD | {"draft": models.drafts["noisy"], "placement": "process", "draft_replicas": replicas}
-    files, shared = len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm")
+    before = held()
     dice, hit = random.Random(1), set[int]()
     with split(models, 2, speculation=speculation) as llm:
         drafter = llm.engine.round.drafter
@@ -584,7 +596,7 @@ def test_draft_models_that_die_and_hang_again_and_again(two: LLM, models: Models
         assert llm.engine.metrics.spec_decode_num_accepted_tokens > 0
     for pid in hit:
         wait_for_end(pid)
-    assert (len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm")) == (files, shared)
+    check_no_more(before)
 
 
 @pytest.mark.slow
