@@ -26,6 +26,7 @@ import pytest
 import torch
 from conftest import VOCAB, TestModel
 from draft_workers import HONEST, LIAR, LIES
+from fakes import paused_at
 from random_requests import (
     MAX_LEN,
     Asked,
@@ -633,19 +634,19 @@ def test_a_draft_model_on_two_ranks_beside_a_target_on_two(models: Models, load:
         wait_for_end(pid)
 
 
-def test_a_rank_that_dies_ends_all_requests_with_the_reason(two: LLM) -> None:
-    """Comes last in this module: nothing is left of the engine."""
+def test_a_rank_that_dies_ends_all_requests_with_the_reason(models: Models) -> None:
+    """Not with the engine of the other tests, which may come after this one."""
     params = SamplingParams(max_new_tokens=60, ignore_eos=True)
-    submissions = [two.driver.submit([1, 2, i], params, stream=True) for i in range(20)]  # 4 of them wait
-    next(submissions[0])
-    [pid] = pids(two)
-    began = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
-    for submission in submissions:
-        assert "rank 1 of the model has ended" in str(submission.result().error)
-    assert time.monotonic() - began < 10
-    assert "rank 1 of the model has ended" in str(two.driver.failure)
-    with pytest.raises((EngineFailed, RequestFailed), match="rank 1 of the model has ended"):
-        two.generate([1, 2, 3])
-    two.close()
-    assert not runs(pid)
+    with split(models, 2, speculation=None) as llm:
+        with paused_at(llm.driver, 8):
+            submissions = [llm.driver.submit([1, 2, i], params, stream=True) for i in range(20)]  # 4 of them wait
+            next(submissions[0])
+            [pid] = pids(llm)
+            began = time.monotonic()
+            os.kill(pid, signal.SIGKILL)
+        for submission in submissions:
+            assert "rank 1 of the model has ended" in str(submission.result().error)
+        assert time.monotonic() - began < 10
+        assert "rank 1 of the model has ended" in str(llm.driver.failure)
+        with pytest.raises((EngineFailed, RequestFailed), match="rank 1 of the model has ended"):
+            llm.generate([1, 2, 3])
