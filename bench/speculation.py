@@ -31,7 +31,7 @@ from ssd.bench.record import HELP, Rows, record, rows_of
 from ssd.bench.report import speed_up
 from ssd.bench.workload import Workload, load_workload
 from ssd.cli.console import measuring
-from ssd.config import K_DEFAULT, EngineConfig, SpeculationConfig
+from ssd.config import EngineConfig, SpeculationConfig
 from ssd.prompts import OWN_SETS
 
 LESS = ", one core less"
@@ -124,7 +124,7 @@ def show(title: str, found: list[Measured], with_model: bool) -> Table:
 def main() -> None:
     args = arguments()
     options = {"backup": "jit", **given(args, SpeculationConfig)}
-    methods = methods_of(args.methods, args.draft, K_DEFAULT, options)
+    methods = methods_of(args.methods, args.draft, None, options)
     engine = {"prefix_caching": False, "max_model_len": 1024, **given(args, EngineConfig)}
     contenders = our_contenders(args.target, methods, batch=args.batch, **engine)
     if args.placement == "process":

@@ -9,7 +9,6 @@ from itertools import cycle, islice
 from typing import Any, Final
 
 from ssd.bench.answers import Prompt, RequestSettings
-from ssd.config import K_DEFAULT
 from ssd.errors import ConfigError
 from ssd.options import option, validate
 from ssd.prompts import OWN_SETS, load_prompts, own_set
@@ -37,7 +36,7 @@ class BenchConfig:
         flags=("--peer",),
         listed=True,
     )
-    k: int | str = K_DEFAULT  # draft tokens of methods without a number
+    k: int | str | None = None  # draft tokens of methods without a number; None: as many as an engine takes
     speculation: dict[str, Any] = field(default_factory=dict)  # options of ssd: fan_out, budget, backup, placement, …
     sets: tuple[str, ...] = option(
         tuple(OWN_SETS), "Prompt sets, separated by commas; random: random tokens.", listed=True

@@ -118,7 +118,7 @@ def warnings(found: Seq[Measured]) -> list[str]:
         contender = measured.contender
         if isinstance(contender, OurContender):
             others = statistics.fmean(turn.others for turns in measured.turns.values() for turn in turns)
-            if warning := load_warning(others, contender.cores):
+            if warning := load_warning(others, contender.cores - contender.server_cores):
                 busy[others] = warning
             if contender.on_cpu:
                 cores[contender.name] = contender.cores

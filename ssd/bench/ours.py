@@ -12,10 +12,10 @@ import torch
 
 from ssd.assembly.device import resolve_device
 from ssd.assembly.drafters import drafter_of
-from ssd.assembly.open import feature_draft_kind
-from ssd.assembly.placement import placed
+from ssd.assembly.open import feature_draft_kind, open_feature_draft
+from ssd.assembly.placement import deepened, placed
 from ssd.bench.answers import Answer, Prompt, RequestSettings
-from ssd.config import SUFFIX, SpeculationConfig
+from ssd.config import MTP, SUFFIX, SpeculationConfig
 from ssd.core import Outcome, RequestOutput, SamplingParams, Work
 from ssd.decoding.drafter import Drafter
 from ssd.decoding.observer import RoundObserver
@@ -23,15 +23,18 @@ from ssd.drafting.block import BlockModel
 from ssd.drafting.controller import DepthController
 from ssd.drafting.head import HeadModel
 from ssd.drafting.model import DraftSource, ModelDrafter
+from ssd.drafting.process import ProcessDrafter
 from ssd.drafting.ssd import SSDDrafter
 from ssd.drafting.suffix import SuffixDrafter
 from ssd.engine.driver import Asked, Driver
 from ssd.engine.engine import Engine
 from ssd.engine.metrics import EngineMetrics
 from ssd.engine.submission import Submission
-from ssd.errors import ConfigError
+from ssd.errors import ConfigError, ServerError
 from ssd.execution.target import Target
 from ssd.llm import LLM, check_served, measure_modes
+from ssd.models.block import BlockCheckpoint
+from ssd.models.feature_draft import FeatureCheckpoint
 from ssd.options import options_of
 from ssd.sampling.rates import rates_of
 
@@ -41,14 +44,22 @@ TREE, SSD_TREE = "tree", "ssd-tree"  # draft trees of SD, and of SSD
 @dataclass(frozen=True)
 class Method:
     """A decoding method: `ar`, `sd`, `sd:4`, `ssd:auto`, `suffix:16`, `tree`, `tree:16:4`, `ssd-tree:16:4`; without k
-    its default."""
+    that of an engine."""
 
     name: str
-    speculation: dict[str, Any]  # options of SpeculationConfig
+    speculation: SpeculationConfig
 
     @classmethod
-    def parse(cls, text: str, draft: str | None, k: int | str, options: Mapping[str, Any]) -> Method:
-        """`options` are those of mode="ssd", of the acceptance rule, or of the draft model."""
+    def parse(
+        cls,
+        text: str,
+        draft: str | None,
+        k: int | str | None,
+        options: Mapping[str, Any],
+        opened: FeatureCheckpoint | None = None,
+    ) -> Method:
+        """`options` are those of mode="ssd", of the acceptance rule, or of the draft model; with `draft_url` a draft
+        server drafts for `ssd`. `opened`: the draft, if it is one on the target's features."""
         mode, _, number = text.partition(":")
         if mode not in ("ar", "sd", "ssd", "auto", SUFFIX, TREE, SSD_TREE) or (mode == "ar" and number):
             raise ConfigError(
@@ -56,9 +67,10 @@ class Method:
                 f"if need be: ssd:6; trees with their number of nodes, too: {TREE}:16:6"
             )
         if mode == "ar":
-            return cls("ar", {"mode": "ar"})
+            return cls("ar", SpeculationConfig())
         known, name = options_of(SpeculationConfig), mode
-        chosen: dict[str, Any] = {"mode": mode, "draft": draft}
+        remote = mode == "ssd" and "draft_url" in options
+        chosen: dict[str, Any] = {"mode": mode, "draft": None if remote else draft}
         if mode == SUFFIX:
             chosen = {"mode": "sd", "draft": SUFFIX}
         elif mode in (TREE, SSD_TREE):
@@ -66,17 +78,20 @@ class Method:
             nodes = nodes or "auto"
             chosen |= {"mode": "sd" if mode == TREE else "ssd", "tree": known["tree"].parse(nodes)}
             name = f"{mode} {nodes}"
-        k = known["k"].parse(number) if number else k
-        if chosen["draft"] is None:
+        chosen["k"] = known["k"].parse(number) if number else k
+        if chosen["draft"] is None and not remote:
             raise ConfigError(f"method {text!r} needs a draft: name one with --draft")
-        look_up = {"suffix", "suffix_cache_tokens"}
+        look_up, server = {"suffix", "suffix_cache_tokens"}, {"draft_url", "draft_token"}
         of_sd = {"k_max", "acceptance", "saguaro_c", "draft_quantization"} | look_up
         kept = {SUFFIX: {"k_max", "suffix_cache_tokens"}, "sd": of_sd, TREE: of_sd}
-        kept[SSD_TREE] = options.keys() - look_up - {"fan_out", "fan_out_hit", "fan_out_miss"}
-        if mode == "auto" and options.get("suffix"):
-            kept["auto"] = set(options)
-        names = kept.get(mode, options.keys() - look_up)
-        return cls(f"{name} k={k}", chosen | {"k": k} | {each: options[each] for each in options if each in names})
+        kept["ssd"] = options.keys() - look_up
+        kept[SSD_TREE] = kept["ssd"] - server - {"fan_out", "fan_out_hit", "fan_out_miss"}
+        kept["auto"] = options.keys() - server if options.get("suffix") else kept["ssd"] - server
+        names = kept[mode]
+        chosen |= {each: options[each] for each in options if each in names}
+        speculation = SpeculationConfig.of(chosen)
+        speculation = deepened(speculation, opened if speculation.draft_model is not None else None)
+        return cls(f"{name} k={speculation.k}", speculation)
 
 
 @dataclass
@@ -87,7 +102,8 @@ class OurContender:
     llm: LLM
     drafter: Drafter
     threads: int  # of the target, at most; on a CPU
-    draft_processes: int = 0
+    draft_processes: int = 0  # cores of drafts in other processes
+    server_cores: int = 0  # those among them that are a draft server's, which this process has not started
     note: str = ""
     rates: list[float] | None = None  # of acceptance by position, which is drawn; None: the models decide
     metrics: EngineMetrics = field(default_factory=EngineMetrics)  # of the last answers
@@ -174,26 +190,33 @@ def our_contenders(
     hits: float | None = None,
     **options: Any,
 ) -> list[OurContender]:
-    """Contenders of all methods, on one engine, but one for every method with a draft in a worker.
+    """Contenders of all methods, on one engine, but one for every method with a draft in a worker or a draft server.
 
     `accept`: acceptance that is drawn, as `rates_of` takes it. `hits`: share of drafts that were prepared, likewise.
     On a CPU they all have `torch.get_num_threads()` cores: a draft in a process of its own has one of them.
     """
-    apart = [method for method in methods if _in_process(method, str(options.get("device", "auto")))]
+    device = str(options.get("device", "auto"))
+    apart = [method for method in methods if method.speculation.draft_url or _in_process(method, device)]
     if apart and hits is not None:
         raise ConfigError("hits: only of a draft in the target's process, --placement stream or inline")
     together = [method for method in methods if method not in apart]
     found: dict[str, OurContender] = {}
     if together:
-        wanted = [SpeculationConfig.of(method.speculation) for method in together]
+        wanted = [method.speculation for method in together]
         llm = LLM(model, max_num_seqs=batch, speculation=_covering(wanted), **options)
         for method, speculation in zip(together, wanted, strict=True):
             found[method.name] = OurContender(method.name, llm, _drafter(llm, speculation), _threads(llm))
     for method in apart:
-        llm = LLM(model, max_num_seqs=batch, speculation=method.speculation | {"placement": "process"}, **options)
+        url = method.speculation.draft_url
+        speculation = method.speculation if url else replace(method.speculation, placement="process")
+        llm = LLM(model, max_num_seqs=batch, speculation=speculation, **options)
         drafter = llm.engine.round.drafter
-        cores = drafter.cores if method.speculation["mode"] == "ssd" else 0  # "auto" has all of them in rounds of SD
-        found[method.name] = OurContender(method.name, llm, drafter, _threads(llm, cores), cores)
+        if url and not _connected(drafter):
+            llm.close()
+            raise ServerError(f"draft_url={url!r}: no draft server is ready: start one with ssd draft-server DRAFT")
+        cores = drafter.cores if speculation.mode == "ssd" else 0  # "auto" has all of them in rounds of SD
+        of_server = cores if url else 0
+        found[method.name] = OurContender(method.name, llm, drafter, _threads(llm, cores), cores, of_server)
     if accept is not None:
         for method in methods:
             found[method.name].rates = _rates(method, accept)
@@ -203,8 +226,13 @@ def our_contenders(
     return [found[method.name] for method in methods]
 
 
+def _connected(drafter: Drafter) -> bool:
+    drafter = drafter.drafters["ssd"] if isinstance(drafter, DepthController) else drafter
+    return isinstance(drafter, ProcessDrafter) and drafter.wait_ready(0.0)
+
+
 def _rates(method: Method, accept: tuple[float, ...]) -> list[float]:
-    lookahead = SpeculationConfig.of(method.speculation).lookahead
+    lookahead = method.speculation.lookahead
     try:
         return rates_of(accept, lookahead) if lookahead else []
     except ValueError as error:
@@ -218,13 +246,13 @@ def _threads(llm: LLM, draft_processes: int = 0) -> int:
 
 
 def _in_process(method: Method, device: str) -> bool:
-    placement = "process" if method.speculation.get("draft_device") else method.speculation.get("placement", "auto")
-    if method.speculation["mode"] not in ("ssd", "auto") or placement not in ("auto", "process"):
+    wanted = method.speculation
+    placement = "process" if wanted.draft_device else wanted.placement
+    if wanted.mode not in ("ssd", "auto") or placement not in ("auto", "process"):
         return False
-    if method.speculation.get("suffix") or method.speculation.get("tree"):
+    if wanted.suffix or wanted.tree:
         return False
-    draft = method.speculation.get("draft")
-    if placement == "auto" and draft is not None and feature_draft_kind(str(draft)) is not None:
+    if placement == "auto" and wanted.draft_model is not None and feature_draft_kind(wanted.draft_model) is not None:
         return False
     return placement == "process" or device == "cpu" or (device == "auto" and not torch.cuda.is_available())
 
@@ -246,8 +274,16 @@ def _covering(wanted: Seq[SpeculationConfig]) -> SpeculationConfig:
             f"methods: trees and {others[0].mode} with a head, or with the mode left to the engine, have no engine in "
             "common: measure them one after the other"
         )
-    if not ahead and beside:
-        return replace(beside[0], k=max(s.lookahead for s in with_model), k_max=None)
+    longest = max(s.lookahead for s in with_model)
+    block = feature_draft_kind(str(with_model[0].draft)) is BlockCheckpoint
+    if (not ahead and beside) or (block and not nodes and longest < deepest):
+        chosen = replace(with_model[0], mode="auto", suffix=True, k=longest, k_max=None)
+        if chosen.draft_tokens < deepest:
+            raise ConfigError(
+                f"methods: look-up of {deepest} tokens beside this draft, which has room for {chosen.draft_tokens}: "
+                f"name {SUFFIX}:{chosen.draft_tokens}, or measure them one after the other"
+            )
+        return chosen
     if not ahead:
         return replace(with_model[0], k=deepest, k_max=None, tree=max(nodes, deepest) if nodes else None)
     widest = max(ahead, key=lambda s: max(s.budgets))
@@ -273,11 +309,14 @@ def _drafter(llm: LLM, speculation: SpeculationConfig) -> Drafter:
     return drafter
 
 
-def methods_of(names: str, draft: str | None, k: int | str, options: Mapping[str, Any]) -> list[Method]:
+def methods_of(names: str, draft: str | None, k: int | str | None, options: Mapping[str, Any]) -> list[Method]:
     """Parses a list such as `ar,sd:4,ssd:auto`."""
     if "tree" in options:
         raise ConfigError(f"tree={options['tree']}: a tree is a method of its own here: name {TREE}:{options['tree']}")
-    found = [Method.parse(name.strip(), draft, k, options) for name in names.split(",") if name.strip()]
+    if "draft_url" in options and not any(each.strip().partition(":")[0] == "ssd" for each in names.split(",")):
+        raise ConfigError(f"draft_url={options['draft_url']!r}: a draft server drafts for the method ssd: name it, too")
+    opened = open_feature_draft(draft) if draft not in (None, SUFFIX, MTP) else None
+    found = [Method.parse(name.strip(), draft, k, options, opened) for name in names.split(",") if name.strip()]
     twice = [method.name for i, method in enumerate(found) if method in found[:i]]
     if not found or twice:
         raise ConfigError(f"methods {names!r}: {'name at least one' if not found else f'{twice[0]} is there twice'}")

@@ -30,6 +30,7 @@ Rows = dict[str, dict[str, Figure]]  # by the row's name, then by column
 
 HELP: Final = "write the figures here, with command, commit, machine and date: a file as in bench/results"
 _ROOT: Final = Path(__file__).parents[2]
+_SECRET: Final = re.compile(r"(--draft-token[ =])\S+")
 _CELL: Final = re.compile(r"(-?[\d.]+)%?(?: \((-?[\d.]+) to (-?[\d.]+)\))?")
 
 
@@ -47,7 +48,7 @@ def origin() -> dict[str, Any]:
     machine = {"cpu": f"{processor()}, {num_cores()} cores", "torch": torch.__version__}
     if torch.cuda.is_available():
         machine |= {"gpu": torch.cuda.get_device_name(0), "cuda": str(torch.version.cuda)}
-    command = f"{name} {shlex.join(sys.argv[1:])}".strip()
+    command = _SECRET.sub(r"\1…", f"{name} {shlex.join(sys.argv[1:])}".strip())
     return {"command": command, "commit": _commit(), "date": date.today().isoformat(), "machine": machine}
 
 

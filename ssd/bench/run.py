@@ -23,7 +23,6 @@ from ssd.bench.ours import OurContender, methods_of, our_contenders
 from ssd.bench.record import origin
 from ssd.bench.report import Report, Row
 from ssd.bench.workload import Workload, load_workload
-from ssd.config import SUFFIX
 from ssd.execution.target import Target
 from ssd.execution.threads import num_cores
 from ssd.models.checkpoint import rounding_note
@@ -161,14 +160,17 @@ def _peer(config: BenchConfig, peer: str) -> Callable[[int], Contender]:
 
 
 def _draft_in_use(config: BenchConfig) -> str | None:
-    """The draft model, if a method or a peer drafts with it."""
+    """The draft model, if a method or a peer drafts with it, else the draft server, if there is one."""
     methods = methods_of(config.methods, config.draft, config.k, config.speculation)
-    drafting = any(method.speculation.get("draft", SUFFIX) != SUFFIX for method in methods)
-    return config.draft if drafting or any(":" in peer for peer in config.peers if not is_url(peer)) else None
+    drafting = any(method.speculation.draft_model or method.speculation.draft_url for method in methods)
+    named = config.draft or config.speculation.get("draft_url")
+    return named if drafting or any(":" in peer for peer in config.peers if not is_url(peer)) else None
 
 
 def _header(config: BenchConfig) -> dict[str, Any]:
     """Versions, machine and settings."""
+    speculation = {name: value for name, value in config.speculation.items() if name != "draft_token"}
+    settings = dataclasses.asdict(dataclasses.replace(config, speculation=speculation))
     cuda = torch.cuda.is_available() and config.engine.get("device", "auto") != "cpu"
     machine = torch.cuda.get_device_name(0) if cuda else f"{platform.machine()} CPU, {num_cores()} cores"
     return {
@@ -177,5 +179,5 @@ def _header(config: BenchConfig) -> dict[str, Any]:
         "python": platform.python_version(),
         "device": machine,
         **origin(),
-        "settings": dataclasses.asdict(config) | {"draft": _draft_in_use(config)},
+        "settings": settings | {"draft": _draft_in_use(config)},
     }

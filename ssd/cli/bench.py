@@ -10,7 +10,7 @@ import typer
 from ssd.bench.config import BenchConfig
 from ssd.cli.console import DEMO_MODEL, JSON_FILE, bundled_draft, follow, measuring, report_console, write_json
 from ssd.cli.options import MODEL, Flags, Given, command
-from ssd.config import K_DEFAULT, EngineConfig, SpeculationConfig
+from ssd.config import EngineConfig, SpeculationConfig
 from ssd.core import SamplingParams
 
 if TYPE_CHECKING:
@@ -21,11 +21,11 @@ Measure how fast a model decodes: [bold]AR, SD, SSD and other engines, in turns[
 of a machine that was busy meanwhile: ratios are then not to be trusted.
 
 A method is [cyan]ar[/], [cyan]sd[/], [cyan]ssd[/], [cyan]auto[/] or [cyan]suffix[/], perhaps with its number of \
-drafted tokens: [cyan]ssd:6[/], [cyan]sd:auto[/]; or [cyan]tree:16[/], a draft tree of 16 nodes, [cyan]tree:16:6[/] \
-with paths of up to 6 tokens, [cyan]ssd-tree:16:6[/] the same prepared as in SSD. All methods share the weights, and \
-that they write the same tokens is checked (exit code 1 if not). Only decoding is compared: prompts are timed apart, \
-warm-up is not counted. Prompts come from SSD_DATASET_DIR (or [cyan]--folder[/]) if it has the set, else from those \
-that come with ssd; the report says which.
+drafted tokens (else as many as an engine takes): [cyan]ssd:6[/], [cyan]sd:auto[/]; or [cyan]tree:16[/], a draft tree \
+of 16 nodes, [cyan]tree:16:6[/] with paths of up to 6 tokens, [cyan]ssd-tree:16:6[/] the same prepared as in SSD. All \
+methods share the weights, and that they write the same tokens is checked (exit code 1 if not). Only decoding is \
+compared: prompts are timed apart, warm-up is not counted. Prompts come from SSD_DATASET_DIR (or [cyan]--folder[/]) if \
+it has the set, else from those that come with ssd; the report says which.
 
 [bold]Try[/]
 
@@ -38,6 +38,8 @@ that come with ssd; the report says which.
   ssd bench tiny-llama --draft tiny-llama-eagle --compare ar,sd:4,tree:16:4 --prompts 2
 
   ssd bench graft:tiny-qwen3@qwen3-32b --draft graft:tiny-qwen3-draft@qwen3-0.6b --compare ar,sd:6,ssd:6
+
+  ssd bench MODEL --draft-url unix:ssd-draft.sock --compare ar,ssd   [dim]# drafts of a draft server[/]
 
   ssd bench MODEL --compare ar --peer http://127.0.0.1:8000
 """
@@ -64,8 +66,9 @@ def bench(
     engine: Annotated[Given, Flags(EngineConfig, without={"max_num_seqs", "speculation"})],
 ) -> None:
     draft = speculation.pop("draft", None) or bundled_draft(model)
-    short, best_k = ({"num_prompts": 2}, 3) if model == DEMO_MODEL else ({}, K_DEFAULT)
-    settings = {"methods": "ar,sd,ssd,auto" if draft else "ar,suffix", **short, **settings}
+    short, best_k = ({"num_prompts": 2}, 3) if model == DEMO_MODEL else ({}, None)
+    usual = "ar,sd,ssd,auto" if draft else "ar,ssd" if "draft_url" in speculation else "ar,suffix"
+    settings = {"methods": usual, **short, **settings}
     k = speculation.pop("k", best_k)
     config = BenchConfig(model, draft, k=k, speculation=speculation, engine=engine, **sampling, **settings)
     follow(engine)

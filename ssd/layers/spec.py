@@ -34,6 +34,15 @@ class RopeConfig:
     truncate: bool = True  # yarn: the ramp begins and ends at whole dimensions
     attention_factor: float | None = None  # yarn; None: computed from `factor`
 
+    def check(self) -> None:
+        """UnsupportedModel for a range of frequencies that ends before it begins."""
+        if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise UnsupportedModel(
+                f"high_freq_factor={self.high_freq_factor}: expected more than low_freq_factor={self.low_freq_factor}"
+            )
+        if self.scaling == "yarn" and self.beta_fast < self.beta_slow:
+            raise UnsupportedModel(f"beta_fast={self.beta_fast}: expected at least beta_slow={self.beta_slow}")
+
 
 @dataclass(frozen=True)
 class KVLayout:
@@ -98,7 +107,7 @@ class GQASpec:
         return 4 * self.num_heads * self.head_dim
 
     def check(self) -> None:
-        """UnsupportedModel for heads that the kernels cannot compute, and impossible scalings of the rope."""
+        """UnsupportedModel for heads that the kernels cannot compute."""
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModel(
                 f"num_key_value_heads={self.num_kv_heads} does not divide num_attention_heads={self.num_heads}"
@@ -107,11 +116,7 @@ class GQASpec:
             raise UnsupportedModel(
                 f"head_dim={self.head_dim}: the rotary embedding needs an even number from 2 to {MAX_HEAD_DIM}"
             )
-        rope = self.rope
-        if rope.scaling == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
-            raise UnsupportedModel(
-                f"high_freq_factor={rope.high_freq_factor}: expected more than low_freq_factor={rope.low_freq_factor}"
-            )
+        self.rope.check()
 
 
 @dataclass(frozen=True)
@@ -179,6 +184,7 @@ class LatentSpec:
                 f"kv_lora_rank={self.latent_dim} and qk_rope_head_dim={self.rope_dim}: expected up to {MAX_HEAD_DIM} "
                 "together"
             )
+        self.rope.check()
 
 
 # The kinds of attention, a union: a further one is added here, and its layer to `DecoderLayer`.

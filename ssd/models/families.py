@@ -45,6 +45,7 @@ BLOCK_DRAFT, EAGLE_HEAD, MTP_HEAD = "a block draft", "an EAGLE head", "an MTP he
 DTYPES: Final = ("bfloat16", "float16", "float32")
 ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
 _WHERE: Final = "config.json"
+_ROPE: Final = f"the rope scaling of {_WHERE}"
 _FIELDS: Final[Mapping[str, Field]] = {
     "architectures": LIST,
     "model_type": TEXT,
@@ -99,6 +100,8 @@ _FIELDS: Final[Mapping[str, Field]] = {
     "torch_dtype": TEXT,
 }
 _ROPE_FIELDS: Final[Mapping[str, Field]] = {
+    "rope_type": TEXT,
+    "type": TEXT,
     "rope_theta": THETA,
     "factor": FACTOR,
     "low_freq_factor": FACTOR,
@@ -481,29 +484,34 @@ def typed_windows(types: Seq[object], count: int, window: int | None) -> list[in
 def rope_config(raw: Raw, max_position: int) -> RopeConfig:
     """The rotary embedding from `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (4)."""
     params = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
-    check_fields(params, _ROPE_FIELDS, f"the rope scaling of {_WHERE}")
-    kind = params.get("rope_type", params.get("type", "default"))
+    check_fields(params, _ROPE_FIELDS, _ROPE)
+    kind = params.get("rope_type") or params.get("type")
+    if kind is None and params.get("factor") is not None:
+        raise UnsupportedModel(f"rope_type is missing from {_ROPE}, which has a factor: name linear, llama3 or yarn")
+    kind = kind or "default"
     if kind not in ROPE_TYPES or any(isinstance(value, Mapping) for value in params.values()):
         found = shown(kind) if kind not in ROPE_TYPES else f"one per layer type ({', '.join(params)[:100]})"
         raise UnsupportedModel(f"rope_type {found}: ssd supports {', '.join(ROPE_TYPES)}, the same in every layer")
     partial = params.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise UnsupportedModel(f"partial_rotary_factor={shown(partial)}: ssd rotates whole heads (1.0)")
-    original = raw.get("original_max_position_embeddings") or params.get("original_max_position_embeddings")
-    original = int(original or max_position)
+    stated = raw.get("original_max_position_embeddings") or params.get("original_max_position_embeddings")
+    original = int(stated or max_position)
     theta = float(params.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     if kind == "default":
         return RopeConfig(theta)
+    if kind == "yarn" and params.get("factor") is None and stated:  # derived, as by transformers
+        params["factor"] = max_position / original
+    factor = _needed(params, "factor", kind)
     if kind == "linear":
-        return RopeConfig(theta, "linear", _number(params, "factor"))
+        return RopeConfig(theta, "linear", factor)
     if kind == "llama3":
-        factor, low, high = (_number(params, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+        low, high = (_needed(params, key, kind) for key in ("low_freq_factor", "high_freq_factor"))
         return RopeConfig(theta, "llama3", factor, low, high, original)
-    return _yarn_rope(params, theta, original, max_position)
+    return _yarn_rope(params, theta, original, factor)
 
 
-def _yarn_rope(params: Raw, theta: float, original: int, max_position: int) -> RopeConfig:
-    factor = _number(params, "factor") if params.get("factor") is not None else max_position / original
+def _yarn_rope(params: Raw, theta: float, original: int, factor: float) -> RopeConfig:
     return RopeConfig(
         theta=theta,
         scaling="yarn",
@@ -527,7 +535,8 @@ def _yarn_attention(params: Raw, factor: float) -> float | None:
     return (grow * float(scale) + 1.0) / (grow * float(scale_all) + 1.0)
 
 
-def _number(params: Raw, key: str) -> float:
+def _needed(params: Raw, key: str, kind: str) -> float:
     if params.get(key) is None:
-        raise UnsupportedModel(f"rope scaling {key}=None in config.json: expected a positive number")
+        other = ", or original_max_position_embeddings, from which it is derived" if kind == "yarn" else ""
+        raise UnsupportedModel(f"{key} is missing from {_ROPE}: rope_type {kind} needs a positive number{other}")
     return float(params[key])

@@ -268,6 +268,8 @@ def _rope(header: Header, family: str, head_dim: int, path: Path) -> RopeConfig:
     kind = metadata.get(f"{family}.rope.scaling.type", "none")
     factor = float(metadata.get(f"{family}.rope.scaling.factor") or metadata.get(f"{family}.rope.scale_linear", 1.0))
     if kind == "yarn":
+        if not metadata.get(f"{family}.rope.scaling.factor"):
+            raise UnsupportedModel(f"{family}.rope.scaling.factor is missing: type yarn needs a positive number")
         return _yarn(metadata, family, theta, factor)
     if kind not in ("none", "linear"):
         raise UnsupportedModel(f"{family}.rope.scaling.type={shown(kind)}: ssd supports none, linear, yarn and llama3")

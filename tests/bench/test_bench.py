@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from conftest import mostly_slow
+from draft_servers import draft_server
 from eagle_heads import make_tiny_head
 from fake_server import PIECES, TOKENS_A_PIECE, serving
 from random_weights import RandomCheckpoint
@@ -24,6 +25,7 @@ from rich.console import Console
 from sizes import spelled
 from typer.testing import CliRunner
 
+from ssd import LLM
 from ssd.assembly.open import open_checkpoint
 from ssd.bench import load
 from ssd.bench.answers import Answer, Progress, RequestSettings, Speed
@@ -36,8 +38,9 @@ from ssd.bench.run import _header, run, slower
 from ssd.bench.workload import Workload, encode, load_workload
 from ssd.cli import console
 from ssd.cli.main import app
+from ssd.config import SpeculationConfig
 from ssd.drafting.controller import DepthController
-from ssd.errors import ConfigError, SSDError
+from ssd.errors import ConfigError, ServerError, SSDError
 from ssd.grafts.shapes import SHAPES
 
 TINY = ("tiny-llama", "tiny-llama-draft")
@@ -242,31 +245,57 @@ def test_a_report_says_why_drafts_did_not_pay() -> None:
 
 
 def test_methods_are_spelled() -> None:
-    options = {"budget": 8, "acceptance": "rejection"}
-    found = methods_of("ar, sd:2,ssd:auto,suffix", "d", 5, options)
+    draft, options = "tiny-llama-draft", {"budget": 8, "acceptance": "rejection"}
+    found = methods_of("ar, sd:2,ssd:auto,suffix", draft, 5, options)
     assert [method.name for method in found] == ["ar", "sd k=2", "ssd k=auto", "suffix k=5"]
     assert [method.speculation for method in found] == [
-        {"mode": "ar"},
-        {"mode": "sd", "draft": "d", "k": 2, "acceptance": "rejection"},
-        {"mode": "ssd", "draft": "d", "k": "auto", "budget": 8, "acceptance": "rejection"},
-        {"mode": "sd", "draft": "suffix", "k": 5},
+        SpeculationConfig(),
+        SpeculationConfig(mode="sd", draft=draft, k=2, acceptance="rejection"),
+        SpeculationConfig(mode="ssd", draft=draft, k="auto", k_max=8, budget=8, acceptance="rejection"),
+        SpeculationConfig(mode="sd", draft="suffix", k=5),
     ]
-    assert [(method.name, method.speculation) for method in methods_of("tree:16,tree:8:2", "d", 5, options)] == [
-        ("tree 16 k=5", {"mode": "sd", "draft": "d", "tree": 16, "k": 5, "acceptance": "rejection"}),
-        ("tree 8 k=2", {"mode": "sd", "draft": "d", "tree": 8, "k": 2, "acceptance": "rejection"}),
+    chains = {"acceptance": "coupled"}
+    assert [(method.name, method.speculation) for method in methods_of("tree:16,tree:8:2", draft, 5, chains)] == [
+        ("tree 16 k=5", SpeculationConfig(mode="sd", draft=draft, tree=16, k=5)),
+        ("tree 8 k=2", SpeculationConfig(mode="sd", draft=draft, tree=8, k=2)),
     ]
-    [ahead] = methods_of("ssd-tree:16:6", "d", 5, {"budget": 8, "fan_out": 3, "suffix_cache_tokens": 5})
-    assert (ahead.name, ahead.speculation) == (
-        "ssd-tree 16 k=6",
-        {"mode": "ssd", "draft": "d", "tree": 16, "k": 6, "budget": 8},
-    )
+    [ahead] = methods_of("ssd-tree:16:6", draft, 5, {"budget": 8, "fan_out": 3, "suffix_cache_tokens": 5})
+    assert ahead.name == "ssd-tree 16 k=6"
+    assert ahead.speculation == SpeculationConfig(mode="ssd", draft=draft, tree=16, k=6, budget=8)
     with pytest.raises(ConfigError, match="tree=16: a tree is a method of its own here: name tree:16"):
-        methods_of("sd", "d", 4, {"tree": 16})
-    for wrong in ("", "fast", "ar:3", "ar,ar"):
+        methods_of("sd", draft, 4, {"tree": 16})
+    for wrong in ("", "fast", "ar:3", "ar,ar", "sd,sd:4"):
         with pytest.raises(ConfigError):
-            methods_of(wrong, "d", 4, {})
+            methods_of(wrong, draft, None, {})
     with pytest.raises(ConfigError, match="needs a draft"):
         Method.parse("sd", None, 4, {})
+
+
+@pytest.mark.parametrize("draft", ["tiny-llama-draft", "tiny-llama-eagle", "tiny-llama-block", "suffix"])
+def test_methods_without_a_number_have_the_k_of_an_engine(draft: str) -> None:
+    """Catches a block draft that is measured with a part of its tokens."""
+    chosen = {"mode": "sd", "draft": draft}
+    options: dict[str, Any] = {"device": "cpu", "max_num_seqs": 1, "max_model_len": 128}
+    with LLM("tiny-llama", speculation=chosen, **options) as llm:
+        k = llm.config.speculation.k
+    [sd, auto, suffix] = methods_of("sd,auto,suffix", draft, None, {})
+    assert [method.speculation.k for method in (sd, auto, suffix)] == [k, k, 16]
+    assert (sd.name, suffix.name) == (f"sd k={k}", "suffix k=16")
+    [deepest] = methods_of("sd:auto", draft, None, {})
+    with LLM("tiny-llama", speculation={**chosen, "k": "auto"}, **options) as llm:
+        assert deepest.speculation.lookahead == llm.config.speculation.lookahead
+
+
+def test_a_block_draft_shares_an_engine_with_longer_look_up() -> None:
+    methods = methods_of("ar,sd,auto,suffix", "tiny-llama-block", None, {})
+    ours = our_contenders("tiny-llama", methods, batch=1, device="cpu", max_model_len=128)
+    with contextlib.closing(ours[0]):
+        assert len({id(contender.llm) for contender in ours}) == 1
+        assert [contender.drafter.lookahead for contender in ours] == [0, 7, 7, 16]
+        workload = load_workload("gsm8k", open_checkpoint("tiny-llama").tokenizer(), count=1)
+        assert same_text(measure(ours, [workload], RequestSettings(12), repeats=1))
+    with pytest.raises(ConfigError, match=r"look-up of 20 tokens .* room for 16: name suffix:16"):
+        our_contenders("tiny-llama", [*methods[:2], *methods_of("suffix:20", None, None, {})], batch=1, device="cpu")
 
 
 def test_the_deepest_draft_of_k_auto_is_an_option_of_every_method() -> None:
@@ -277,7 +306,7 @@ def test_the_deepest_draft_of_k_auto_is_an_option_of_every_method() -> None:
         assert isinstance(contender.drafter, DepthController)
         assert {arm.k for arm in contender.drafter._arms} == {0, 1, 2, 3}
     with pytest.raises(ConfigError, match='k_max=3 is for k="auto"'):
-        our_contenders("tiny-llama", methods_of("sd:2", "tiny-llama-draft", 4, {"k_max": 3}), batch=1, **options)
+        methods_of("sd:2", "tiny-llama-draft", 4, {"k_max": 3})
 
 
 def test_sizes_are_spelled() -> None:
@@ -482,6 +511,44 @@ def test_a_draft_in_a_process_is_a_contender_too() -> None:
     finally:
         for contender in ours:
             contender.close()
+
+
+def test_a_draft_server_is_measured_beside_the_other_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches the server's draft in a method that has another one, and a token in a report."""
+    flags = ["bench", *TINY[:1], "--sets", "example", "--prompts", "1", "--max-tokens", "12", "--repeats", "1"]
+    flags += ["--device", "cpu", "--compare", "ar,sd:2,ssd:4", "--draft-token", "a-secret", "--json", "-"]
+    monkeypatch.setattr("sys.argv", ["ssd", *flags])
+    with draft_server(tmp_path, tokens=("a-secret",), listen=("tcp://127.0.0.1:0",)) as server:
+        url = f"tcp://127.0.0.1:{server.addresses[0].port}"
+        result = CliRunner().invoke(app, [*flags, "--draft-url", url])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["same_text"] is True
+    rows = {row["contender"]: row for row in report["results"] if row["set"] == MEAN}
+    assert list(rows) == ["ar", "sd k=2", "ssd k=4"]
+    assert rows["sd k=2"]["hit_rate"] is None
+    assert rows["ssd k=4"]["hit_rate"] > 0
+    assert rows["ssd k=4"]["tokens_per_round"] > 1
+    assert rows["ssd k=4"]["drafter_failures"] == 0
+    assert report["settings"]["speculation"]["draft_url"] == url
+    assert "--draft-token … --json" in report["command"]
+    assert "a-secret" not in result.stdout
+
+
+def test_a_draft_server_that_is_not_there_is_no_method() -> None:
+    nowhere = {"draft_url": "tcp://127.0.0.1:9"}
+    for k in (4, "auto"):
+        methods = methods_of("ssd", None, k, nowhere)
+        with pytest.raises(ServerError, match=r"draft_url=.*no draft server is ready: start one with ssd draft-server"):
+            our_contenders("tiny-llama", methods, batch=1, device="cpu", max_model_len=128)
+    with pytest.raises(ConfigError, match="a draft server drafts for the method ssd: name it, too"):
+        methods_of("ar,sd", "tiny-llama-draft", 4, nowhere)
+    [ssd, auto] = methods_of("ssd,auto", "tiny-llama-draft", 4, nowhere)
+    assert ssd.speculation == SpeculationConfig(mode="ssd", k=4, **nowhere)
+    assert auto.speculation == SpeculationConfig(mode="auto", draft="tiny-llama-draft", k=4)
+    assert methods_of("ssd", None, None, nowhere)[0].speculation.k == 4
+    with pytest.raises(ConfigError, match="has no option fan_out"):
+        methods_of("ssd", None, 4, {**nowhere, "fan_out": 2})
 
 
 @pytest.mark.slow

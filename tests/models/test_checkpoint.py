@@ -19,6 +19,7 @@ from bits import same_bits
 from ssd.assembly.open import open_checkpoint
 from ssd.errors import ModelNotFound, SSDError, UnsupportedModel
 from ssd.kernels.weights import GLU
+from ssd.layers.rotary import rope_tables
 from ssd.layers.spec import ExpertNames, ExpertsSpec, GQASpec, RopeConfig
 from ssd.models.checkpoint import all_weights
 from ssd.models.families import decoder_config, gpt_oss
@@ -304,6 +305,7 @@ def test_null_head_dim_and_missing_kv_heads_are_derived() -> None:
     [
         ({"type": "linear", "factor": 2.0}, RopeConfig(10000.0, "linear", 2.0)),
         ({"rope_type": "default"}, RopeConfig(10000.0)),
+        ({"rope_type": None}, RopeConfig(10000.0)),
         (
             {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
             RopeConfig(10000.0, "yarn", 4.0, original_max_position=64),
@@ -318,6 +320,68 @@ def test_rope_scaling(scaling: dict[str, Any], expected: RopeConfig) -> None:
     assert decoder_config({**LLAMA, "rope_scaling": scaling}).attention.rope == expected
 
 
+@pytest.mark.parametrize("where", ["the scaling", "around it"])
+def test_yarn_derives_its_factor_as_transformers_does(where: str) -> None:
+    """From the length before stretching; without one either there would be no stretching at all."""
+    length = {"original_max_position_embeddings": 16}
+    raw = {**LLAMA, "max_position_embeddings": 64, "rope_theta": 10000.0}
+    yarn = {"rope_type": "yarn", "factor": None, "rope_theta": 10000.0}
+    raw |= {"rope_scaling": yarn | length} if where == "the scaling" else {**length, "rope_scaling": yarn}
+    config = decoder_config(raw)
+    assert config.attention.rope == RopeConfig(10000.0, "yarn", 4.0, original_max_position=16)
+    assert config.max_position == 64
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    theirs = transformers.LlamaConfig(max_position_embeddings=64, head_dim=8, rope_parameters={**yarn, **length})
+    frequencies, amplitude = ROPE_INIT_FUNCTIONS["yarn"](theirs, torch.device("cpu"))
+    angles = torch.arange(64, dtype=torch.float32)[:, None] * frequencies
+    assert same_bits(rope_tables(config.attention.rope, 8, 64)[0], angles.cos() * amplitude)
+
+
+LATENT = {
+    **{"architectures": ["DeepseekV3ForCausalLM"], **TINY, "num_key_value_heads": 4},
+    **{"kv_lora_rank": 8, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
+}
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+WRONG = ["4", True, 0, -1.0, float("nan"), float("inf"), []]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({"rope_type": "linear"}, "factor is missing from the rope scaling of config.json: rope_type linear needs"),
+        ({"rope_type": "yarn"}, "factor is missing.*rope_type yarn needs a .*, or original_max_position_embeddings"),
+        ({"rope_type": "yarn", "factor": None}, "factor is missing"),
+        *(
+            ({**LLAMA3_ROPE, key: None}, f"{key} is missing.*rope_type llama3 needs a positive number")
+            for key in ("factor", "low_freq_factor", "high_freq_factor")
+        ),
+        ({"factor": 4.0}, "rope_type is missing.*, which has a factor: name linear, llama3 or yarn"),
+        ({"rope_type": 7, "factor": 4.0}, "rope_type=7"),
+        ({**LLAMA3_ROPE, "high_freq_factor": 1.0}, r"high_freq_factor=1\.0: expected more than low_freq_factor=1\.0"),
+        ({**YARN_ROPE, "beta_fast": 0.5}, r"beta_fast=0\.5: expected at least beta_slow=1\.0"),
+        *(
+            ({**scaling, key: value}, f"^{key}=.* in the rope scaling of config.json: expected a")
+            for scaling, keys in (
+                ({"rope_type": "linear"}, ["factor"]),
+                (LLAMA3_ROPE, ["factor", "low_freq_factor", "high_freq_factor"]),
+                (YARN_ROPE, ["factor", "beta_fast", "beta_slow", "attention_factor"]),
+                (YARN_ROPE, ["original_max_position_embeddings"]),
+            )
+            for key in keys
+            for value in WRONG
+        ),
+        *(({**YARN_ROPE, "mscale": value}, "^mscale=") for value in WRONG if value != 0),
+    ],
+)
+def test_a_rope_scaling_that_says_too_little_or_nonsense_is_refused(scaling: dict[str, Any], message: str) -> None:
+    """Each would load, and positions would be rotated in another way than the model was trained for."""
+    for raw in (LLAMA, LATENT):
+        with pytest.raises(UnsupportedModel, match=message):
+            decoder_config({**raw, "rope_scaling": scaling})
+
+
 def test_yarn_lengthens_the_context() -> None:
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     assert decoder_config({**QWEN3, "rope_scaling": scaling}).max_position == 256
@@ -330,7 +394,6 @@ def test_yarn_lengthens_the_context() -> None:
         ({"model_type": "mamba", **TINY}, "mamba"),
         ({**LLAMA, "hidden_act": "gelu"}, "hidden_act='gelu'.*silu"),
         ({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic.*llama3"),
-        ({**LLAMA, "rope_scaling": {"type": "linear"}}, "factor=None"),
         ({**LLAMA, "rope_parameters": {"full_attention": {}, "sliding_attention": {}}}, "per layer type"),
         ({**LLAMA, "partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
         ({**LLAMA, "torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),

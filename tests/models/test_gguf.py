@@ -236,6 +236,7 @@ def test_yarn_and_linear_scaling(tmp_path: Path) -> None:
         ("llama", {"llama__expert_count": 8}, "expert_count=8"),
         ("llama", {"llama__attention__sliding_window": [16, 0]}, "sliding_window"),
         ("llama", {"llama__rope__scaling__type": "longrope"}, "longrope"),
+        ("llama", {"llama__rope__scaling__type": "yarn"}, r"llama\.rope\.scaling\.factor is missing"),
         ("llama", {"llama__rope__dimension_count": 8}, "dimension_count=8"),
         ("llama", {"llama__attention__value_length": 8}, "value_length=8"),
         ("llama", {"llama__attention__head_count_kv": [1, 2]}, "head_count_kv"),
