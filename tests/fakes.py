@@ -8,9 +8,11 @@ unseen. Its logits are a function of the visible tokens only.
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Literal
@@ -30,7 +32,7 @@ from ssd.core import (
     sequence_seed,
 )
 from ssd.decoding.drafter import Drafter
-from ssd.decoding.round import Round
+from ssd.decoding.round import InFlight, Round
 from ssd.engine.driver import Driver
 from ssd.engine.engine import Engine
 from ssd.engine.scheduler import Scheduler
@@ -613,6 +615,27 @@ def wait_until_idle(driver: Driver, seconds: float = 30.0) -> None:
     assert not [*scheduler.running, *scheduler.waiting, *scheduler.leaving]
     pool = scheduler.pool
     assert pool.num_free == pool.num_blocks
+
+
+@contextmanager
+def paused_at(driver: Driver, num_output: int) -> Iterator[None]:
+    """Inside, a round whose sequences all have so many output tokens waits until the engine has a command to run: what
+    a test does while they are decoded does not depend on how quick it is."""
+    over, round_ = threading.Event(), driver.engine.round
+    launch = round_.launch
+
+    def patient(works: Seq[Work]) -> InFlight:
+        while min(work.sequence.num_output for work in works) >= num_output and not driver._inbox.qsize():
+            if over.wait(0.001):
+                break
+        return launch(works)
+
+    round_.launch = patient  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        over.set()
+        round_.launch = launch  # type: ignore[method-assign]
 
 
 def make_sequence(

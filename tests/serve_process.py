@@ -22,6 +22,7 @@ MODEL, DRAFT = "tiny-llama", "tiny-llama-draft"
 START_SECONDS = 120.0  # with Ray, on cores that are busy, it may take one minute
 GIVE_BACK_SECONDS = memory.SECONDS + 2.0  # until an idle server has given freed memory back
 MEMORY = Path("/proc/self/smaps_rollup")
+_kept: list[socket.socket] = []
 CAN_BE_MEASURED = MEMORY.exists() and "Pss_Anon" in MEMORY.read_text()  # on Linux
 
 
@@ -115,9 +116,13 @@ def serve(*options: str, what: tuple[str, ...] = (MODEL,)) -> Iterator[ServeProc
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
+    """A port of which this process keeps a socket: the system gives it to no other that asks for any port. It can be
+    bound and listened at, since that socket does not listen."""
+    free = socket.socket()
+    free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    free.bind(("127.0.0.1", 0))
+    _kept.append(free)
+    port: int = free.getsockname()[1]
     return port
 
 

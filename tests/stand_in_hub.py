@@ -44,9 +44,9 @@ class Asked:
 
 
 class StandInHub(ThreadingHTTPServer):
-    """`cut`: connections are closed after so many bytes of a file; `failing`: files are answered with 503;
-    `elsewhere`: their content is on another host, to which requests are redirected; `ranges_count`: False if files
-    are always sent from their beginning."""
+    """`cut`: connections are closed after so many bytes of a file; `failing`: paths that are answered with 503, also
+    those of files that were cut; `elsewhere`: content is on another host, to which requests are redirected;
+    `ranges_count`: False if files are always sent from their beginning."""
 
     daemon_threads = True
 
@@ -55,7 +55,8 @@ class StandInHub(ThreadingHTTPServer):
         self.repositories: dict[str, Repository] = {}
         self.asked: list[Asked] = []
         self.cut: int | None = None
-        self.failing = self.elsewhere = False
+        self.failing = set[str]()
+        self.elsewhere = False
         self.ranges_count = True
         self.delay = 0.0  # seconds between pieces
         self.piece = 1 << 16
@@ -165,7 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(401 if sent is None else 403, {"X-Error-Code": "GatedRepo"})
         if name not in repository.files or revision not in ("main", repository.commit):
             return self._send(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": repository.commit})
-        if self.server.failing:
+        if self.path in self.server.failing:
             return self._send(503, {})
         if self.server.elsewhere and self.headers["Host"].startswith("127.0.0.1"):
             return self._send(302, {"Location": f"http://localhost:{self.server.server_port}{self.path}"})
@@ -199,5 +200,5 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError:  # the client has gone
             self.close_connection = True
         if cut is not None and cut < len(body):
-            self.server.failing = True  # and the attempts that follow at once
+            self.server.failing.add(self.path)  # and the attempts that follow at once
             self.close_connection = True

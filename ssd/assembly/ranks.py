@@ -206,11 +206,12 @@ class Ranks:
         ranks = {channel.fileno(): rank for rank, channel in enumerate(self._channels, 1)}
         if self._hosts is not None:
             ranks |= {channel.fileno(): rank for rank, channel in enumerate(self._hosts.channels, 1)}
-        for end in (*ranks, self._woken.fileno()):
+        woken = self._woken.fileno()
+        for end in (*ranks, woken):
             poller.register(end, HANG_UP)
         while self.failure is None:
             found = poller.poll(500)
-            if any(end == self._woken.fileno() for end, _ in found):
+            if any(end == woken for end, _ in found):  # which `close` may have closed meanwhile
                 return
             since = self._awaited
             if found:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -71,14 +70,10 @@ def answer(server: DraftServer, path: str) -> tuple[int, str]:
 
 def metrics(server: DraftServer) -> str:
     """Prometheus text. A tenant is the number of its token, from 1 on."""
-    draft, sessions = server.draft, server.sessions
-    with server.lock:
-        rounds, refused = Counter(server.served), dict(server.refused)
-    for each in sessions:
-        rounds[each.tenant or 0] += each.rounds
+    draft, sessions, refused = server.draft, server.sessions, dict(server.refused)
     pool, turns = draft.pool, draft.turns
     sequences = sum(each.sequences for each in sessions)
-    tenants = {str(tenant + 1): count for tenant, count in rounds.items()}
+    tenants = {str(tenant + 1): count for tenant, count in server.rounds.items()}
     return "".join(
         [
             _family("engines", "gauge", "Engines that are connected.", {"": len(sessions)}),

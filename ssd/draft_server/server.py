@@ -35,8 +35,8 @@ class DraftServer:
         self.draft, self.options = draft, options
         self.refused = Counter[str]()  # connections, by reason
         self.draining = False
-        self.served = Counter[int]()  # rounds of sessions that have ended, by tenant
-        self.lock = threading.Lock()
+        self._served = Counter[int]()  # rounds of sessions that have ended, by tenant
+        self._lock = threading.Lock()
         self._sockets, self._sessions, self._number = sockets, set[Session](), 0
         self.addresses = [Address.bound(each) for each in sockets]
         self._wake, self._woken = socket.socketpair()
@@ -44,8 +44,18 @@ class DraftServer:
     @property
     def sessions(self) -> list[Session]:
         """Of engines that have been welcomed."""
-        with self.lock:
+        with self._lock:
             return [each for each in self._sessions if each.tenant is not None]
+
+    @property
+    def rounds(self) -> Counter[int]:
+        """Of all sessions, by tenant."""
+        with self._lock:
+            rounds = Counter(self._served)
+            for each in self._sessions:
+                if each.tenant is not None:
+                    rounds[each.tenant] += each.rounds
+        return rounds
 
     def serve(self) -> None:
         """Returns when `drain` was called and the rounds that were under way have ended."""
@@ -53,11 +63,11 @@ class DraftServer:
             while not self.draining:
                 self._accept()
         finally:
-            for each in self._sockets:
-                each.close()
-            for address in self.addresses:
+            for address in self.addresses:  # first: what listens there once they are closed is another server
                 if address.path:
                     Path(address.path).unlink(missing_ok=True)
+            for each in self._sockets:
+                each.close()
         self._end_sessions()
 
     def drain(self) -> None:
@@ -81,7 +91,7 @@ class DraftServer:
 
     def _begin(self, end: socket.socket) -> None:
         self._number += 1
-        with self.lock:
+        with self._lock:
             full = len(self._sessions) >= self.options.max_engines + _STRANGERS
         if full:
             self.refused["no place"] += 1
@@ -90,21 +100,21 @@ class DraftServer:
             end.close()
             return
         session = Session(self._number, end, self.draft, self.options, self._forget)
-        with self.lock:
+        with self._lock:
             self._sessions.add(session)
         session.thread.start()
 
     def _forget(self, session: Session) -> None:
         trim_heap()
-        with self.lock:
+        with self._lock:
             self._sessions.discard(session)
             if session.tenant is not None:
-                self.served[session.tenant] += session.rounds
+                self._served[session.tenant] += session.rounds
             if session.refusal:
                 self.refused[session.refusal] += 1
 
     def _end_sessions(self) -> None:
-        with self.lock:
+        with self._lock:
             sessions = list(self._sessions)
         for each in sessions:
             each.drain()

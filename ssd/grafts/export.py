@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
+from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError
@@ -102,7 +102,7 @@ def _new_directory(out: Path, size: int) -> Iterator[Path]:
     """A directory to write `size` bytes to, which gets its name when it is whole."""
     out = out.resolve()
     _check_place(out, size)
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    partial = out.with_name(f".{out.name}.{uuid4().hex}.partial")
     try:
         partial.mkdir(parents=True)
         yield partial

@@ -18,7 +18,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from threading import Event
@@ -34,6 +34,7 @@ loading = logging.getLogger("ssd.loading")
 Advance = Callable[[int], object]  # takes bytes that were downloaded; fewer than 0: those are downloaded again
 _THREADS: Final = 4  # files at the same time
 _ATTEMPTS: Final = 5  # connections in a row that bring nothing
+_LOCK_SECONDS: Final = 0.5  # between two looks whether the download was stopped
 _LARGEST: Final = 50_000_000_000  # bytes of a file that the hub sends by plain HTTP
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _HASH: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # of git, or SHA-256
@@ -79,7 +80,7 @@ class Snapshot:
 
     def present(self, file: RemoteFile) -> int:
         """Bytes of a file that are there."""
-        for path in (self.blob(file), self.partial(file)):
+        for path in (self.blob(file), self.partial(file), self.blob(file)):  # again: it may be complete by now
             with suppress(FileNotFoundError):
                 return min(file.size, path.stat().st_size)
         return 0
@@ -195,13 +196,12 @@ def _fetch(snapshot: Snapshot, file: RemoteFile, advance: Advance, stopped: Even
     """Makes the blob of a file, beginning with what an earlier run has left of it."""
     from huggingface_hub import constants, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
-    from huggingface_hub.utils import WeakFileLock
 
     blob, partial = snapshot.blob(file), snapshot.partial(file)
     lock = snapshot.entry.parent / ".locks" / snapshot.entry.name / f"{file.hash}.lock"
     for folder in (blob.parent, lock.parent):
         folder.mkdir(parents=True, exist_ok=True)
-    with WeakFileLock(lock):
+    with _locked(lock, stopped):
         if blob.is_file():
             return
         url = hf_hub_url(snapshot.repository, file.name, revision=snapshot.commit, endpoint=constants.ENDPOINT)
@@ -221,6 +221,22 @@ def _fetch(snapshot: Snapshot, file: RemoteFile, advance: Advance, stopped: Even
             partial.unlink()
             raise SSDError(f"what was downloaded of {file.name} is not what the hub describes (hash {file.hash[:12]}…)")
         partial.rename(blob)
+
+
+@contextmanager
+def _locked(lock: Path, stopped: Event) -> Iterator[None]:
+    """Holds a lock, unless the download is stopped while another process holds it, perhaps for hours."""
+    from huggingface_hub.utils import WeakFileLock
+
+    with ExitStack() as held:
+        while True:
+            try:
+                held.enter_context(WeakFileLock(lock, timeout=_LOCK_SECONDS))
+                break
+            except TimeoutError:
+                if stopped.is_set():
+                    raise SSDError("the download was stopped") from None
+        yield
 
 
 def _receive(url: str, out: IO[bytes], file: RemoteFile, advance: Advance, stopped: Event) -> None:

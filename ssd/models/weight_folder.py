@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -66,8 +67,9 @@ def make_room(place: Path, size: int, own: Path) -> bool:
     and nothing is removed, if that or the disk is too small for it."""
     most, others = limit(place), [entry for entry in entries(place) if entry.path != own]
     for path in place.glob(f"{SCRATCH}*"):
-        if path.stat().st_mtime < time.time() - _ABANDONED:
-            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another process has completed or removed it
+            if path.stat().st_mtime < time.time() - _ABANDONED:
+                path.unlink()
     gone = []
     total = sum(entry.size for entry in others) + size
     for entry in others:

@@ -86,12 +86,12 @@ class Address:
     def _remove_dead(self) -> None:
         """Removes the socket of a server that was killed; one on which a server listens is in use."""
         path = Path(self.path)
-        if not path.exists() or not stat.S_ISSOCK(path.stat().st_mode):
-            return
-        try:
-            self.connect(1.0).close()
-        except ConnectionRefusedError:
-            with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):  # also of a server that ends meanwhile
+            if not stat.S_ISSOCK(path.stat().st_mode):
+                return
+            try:
+                self.connect(1.0).close()
+            except ConnectionRefusedError:
                 path.unlink()
-            return
-        raise OSError(errno.EADDRINUSE, "a server listens there")
+                return
+            raise OSError(errno.EADDRINUSE, "a server listens there")

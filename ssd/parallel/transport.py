@@ -259,6 +259,7 @@ class Channel:
         except BlockingIOError:
             return
         except ConnectionError as error:
+            self._unsent.clear()  # what the other end sent before can still be received
             raise ChannelClosed("the other end is closed") from error
 
     def _read(self, limit: int) -> bool:

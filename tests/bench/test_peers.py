@@ -232,10 +232,18 @@ def test_a_server_that_dies_later_leaves_them_too(tmp_path: Path, monkeypatch: p
 
 @linux_only
 def test_a_server_that_never_gets_ready_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SSD_VLLM_PYTHON", program(tmp_path, f"echo $$ > {tmp_path}/pid\nsleep 300"))
+    monkeypatch.setenv("SSD_VLLM_PYTHON", program(tmp_path, "sleep 300"))
+    started, popen = list[subprocess.Popen[bytes]](), subprocess.Popen
+
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
     with pytest.raises(ServerError, match="not ready after 1 s"):
         launch("vllm", "tiny-llama", ready_seconds=0.7)
-    assert gone(int((tmp_path / "pid").read_text()))
+    [server] = started
+    assert gone(server.pid)
 
 
 @linux_only

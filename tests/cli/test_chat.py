@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 from conftest import TestModel, mostly_slow
-from fakes import wait_until_idle
+from fakes import paused_at, wait_until_idle
 from server.scripted import Forced, harmony_checkpoint
 from typer.testing import CliRunner, Result
 
@@ -283,7 +283,8 @@ def test_ctrl_c_ends_the_request_and_keeps_what_was_written(llm: LLM) -> None:
         if len(pieces) in (5, 6):
             os.kill(os.getpid(), signal.SIGINT)
 
-    answer = backend.answer(STORY, write)
+    with paused_at(llm.driver, 50):
+        answer = backend.answer(STORY, write)
     assert answer.finish_reason == "abort"
     assert answer.text == "".join(pieces)
     assert 5 <= answer.metrics.output_tokens < 100

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -36,11 +38,23 @@ from ssd.draft_server import session
 from ssd.draft_server.health import health_server
 from ssd.draft_server.options import DraftServerOptions
 from ssd.draft_server.server import DraftServer
+from ssd.drafting.remote import DraftServers, Refused
+from ssd.drafting.remote import _greet as greet
 from ssd.drafting.runner import DraftRunner
 from ssd.drafting.wire import Draft, Entry, Kind
 from ssd.errors import ConfigError
 from ssd.parallel.address import Address
-from ssd.parallel.transport import REFUSED, Channel, ChannelClosed, Message, reason_of, words
+from ssd.parallel.transport import (
+    REFUSED,
+    SETUP,
+    Channel,
+    ChannelClosed,
+    Message,
+    encode_json,
+    reason_of,
+    refusal,
+    words,
+)
 
 expected = functools.cache(plain_texts)
 
@@ -279,7 +293,7 @@ def test_engines_that_ask_for_all_they_can_get_have_equal_shares(url: str, monke
         own = engines[place]
         names = range(1 + place)
         own.ask([new_entry(name, [1, 2, 3 + name]) for name in names])
-        while time.monotonic() < end:
+        while time.monotonic() < end or sum(counts) < 60:
             own.drafts(len(names))
             own.prepared()
             counts[place] += 1
@@ -320,7 +334,7 @@ def test_health_readiness_and_metrics(tmp_path: Path) -> None:
         one.ask([new_entry(1, [1, 2, 3])])
         one.drafts(1)
         one.prepared()
-        until(lambda: server.sessions[0].rounds == 1)
+        until(lambda: server.sessions[0].sequences == 1)
         assert httpx.get(f"{page}/health").status_code == 200
         assert httpx.get(f"{page}/ready").text == "all places are taken\n"
         refused(server.options.listen[0], greeting(k=7))
@@ -337,6 +351,27 @@ def test_health_readiness_and_metrics(tmp_path: Path) -> None:
         assert httpx.get(f"{page}/other").status_code == 404
         server.drain()
         assert httpx.get(f"{page}/ready").text == "draining\n"
+
+
+def test_a_session_that_ends_is_counted_once(tmp_path: Path) -> None:
+    """Catches a counter that goes down: of a session that ends between two looks."""
+    options = DraftServerOptions(listen=(f"unix:{tmp_path}/socket",))
+    server = DraftServer(SimpleNamespace(), options, [])  # type: ignore[arg-type]
+    ended: Any = SimpleNamespace(tenant=0, rounds=3, refusal="")
+
+    class Lock:
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *_: object) -> None:
+            if ended in server._sessions:
+                server._sessions.discard(ended)
+                server._served[0] += ended.rounds
+
+    ended = type("Ended", (), vars(ended))
+    server._sessions.add(ended)
+    server._lock = Lock()  # type: ignore[assignment]
+    assert [server.rounds, server.rounds] == [{0: 3}] * 2
 
 
 # --- faults of the server ---------------------------------------------------------------------------------------------
@@ -364,6 +399,98 @@ def test_another_server_replaces_one_that_is_lost(tmp_path: Path) -> None:
         replies = drafter_of(llm).replies
         assert texts(llm) == expected()
         assert drafter_of(llm).replies > replies
+
+
+def test_all_servers_are_asked_at_the_same_time(tmp_path: Path) -> None:
+    """Catches a server that waits for SETUP in vain, while the engine asks others that are silent."""
+    addresses, asked = [Address(path=f"{tmp_path}/{i}") for i in range(3)], threading.Barrier(3, timeout=20)
+
+    answered = list[Channel]()
+
+    def answer(listening: socket.socket) -> None:
+        end, _ = listening.accept()
+        with listening, end:
+            channel = Channel(end)
+            channel.expect(Kind.HELLO, timeout=20)
+            asked.wait()
+            channel.send(Message(Kind.WELCOME, payload=encode_json({})))
+            answered.append(channel)
+            channel.expect(SETUP, timeout=20)
+
+    with ThreadPoolExecutor(3) as pool:
+        answers = [pool.submit(answer, each.listen()) for each in addresses]
+        servers = DraftServers(addresses, greeting())
+        servers()
+        servers.wait(20)
+        assert servers() is not None
+        errors = [each.exception(20) for each in answers]
+    assert len(answered) == 3
+    assert sorted(isinstance(each, ChannelClosed) for each in errors) == [False, True, True]
+
+
+@pytest.mark.slow
+def test_a_host_whose_name_is_not_found_for_long_keeps_nobody_waiting(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, lost, connect, over = Address.of(url), Address(host="lost", port=1), Address.connect, threading.Event()
+
+    def resolved(self: Address, timeout: float) -> socket.socket:
+        if self == lost:
+            over.wait(60)
+            raise OSError("there is no such host")
+        return connect(self, timeout)
+
+    monkeypatch.setattr(Address, "connect", resolved)
+    servers = DraftServers([lost, good], greeting())
+    servers()
+    servers.wait(20)
+    found = servers()
+    over.set()
+    assert found is not None
+    found.close()
+
+
+def test_a_server_that_refuses_before_it_is_asked_says_why() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        Channel(theirs).send(refusal("there are too many connections"))
+    full: Any = SimpleNamespace(connect=lambda timeout: ours)
+    with pytest.raises(Refused, match="too many connections"):
+        greet(full, greeting())
+
+
+def test_a_server_that_ends_leaves_the_socket_of_the_next_one(tmp_path: Path) -> None:
+    """Catches a server that is restarted and cannot be reached: the old one has removed its socket."""
+    address, successors = Address(path=f"{tmp_path}/socket"), list[socket.socket]()
+
+    class Socket(socket.socket):
+        def close(self) -> None:
+            super().close()
+            if not successors:
+                successors.append(address.listen())
+
+    own = Socket(fileno=address.listen().detach())
+    server = DraftServer(SimpleNamespace(), DraftServerOptions(listen=(str(address),)), [own])  # type: ignore[arg-type]
+    server.drain()
+    server.serve()
+    with successors[0]:
+        address.connect(1.0).close()
+
+
+def test_a_server_begins_while_another_one_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address, connect = Address(path=f"{tmp_path}/socket"), Address.connect
+    old = address.listen()
+
+    def end(self: Address, timeout: float) -> socket.socket:
+        Path(self.path).unlink()
+        old.close()
+        return connect(self, timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Address, "connect", end)
+        new = address.listen()
+    with new:
+        address.connect(1.0).close()
 
 
 @pytest.mark.slow

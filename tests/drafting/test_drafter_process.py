@@ -414,7 +414,7 @@ def nursery() -> Iterator[Nursery]:
     for drafter in nursery.drafters:
         drafter.close()
         drafter.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # a server of other tests may close a connection meanwhile
     assert not [pid for pid in nursery.pids if Path(f"/proc/{pid}").exists()]
 
 
@@ -544,9 +544,8 @@ def test_the_first_token_of_a_sequence_waits_for_no_draft(nursery: Nursery) -> N
     """The worker reads a long prompt meanwhile, and prepares for what the target may decide."""
     drafter = nursery.honest(TEXT, ahead=True, sleeps=[0.5], patience=8.0)
     sequence = make_sequence(TEXT[:2])
-    began = time.monotonic()
     assert drafter.propose([work_for(sequence)]) == [Proposal()]
-    assert time.monotonic() - began < 0.4
+    assert drafter.wait_seconds == 0
     until(lambda: bool(drafter.replicas[0].available() and drafter.replicas[0]._prepared))
     commit(drafter, work_for(sequence), TEXT[2:3])
     assert propose_soon(drafter, [work_for(sequence)]) == [Proposal(tuple(TEXT[3:7]))]

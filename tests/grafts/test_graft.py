@@ -610,3 +610,16 @@ def test_a_name_like_no_other_gets_none(model: str) -> None:
     with pytest.raises(SSDError) as error:
         open_checkpoint(model)
     assert "did you mean" not in str(error.value)
+
+
+def test_writers_of_one_process_do_not_disturb_each_other(graft: GraftCheckpoint, tmp_path: Path) -> None:
+    """Catches a directory that two threads write to: the second removes what the first has written."""
+
+    def write_too(size: int) -> None:
+        if size and not (tmp_path / "g").exists():
+            export.write_graft(graft, tmp_path / "g", torch.bfloat16, CPU)
+
+    with pytest.raises(SSDError, match="cannot be written"):  # the other one was quicker
+        export.write_graft(graft, tmp_path / "g", torch.bfloat16, CPU, write_too)
+    assert [each.name for each in tmp_path.iterdir()] == ["g"]
+    assert open_checkpoint(str(tmp_path / "g")).config.num_layers == graft.config.num_layers

@@ -92,6 +92,33 @@ def test_other_threads_go_on_running_theirs(fake: FakeDriver) -> None:
         assert fake.runs == 1
 
 
+def test_two_threads_that_compile_at_once_restore_what_they_have_replaced(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, arrived, launch = threading.Lock(), threading.Semaphore(0), JITFunction.run
+
+    class Announced:
+        def __enter__(self) -> None:
+            arrived.release()
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    def compile_nothing() -> None:
+        with compile_only():
+            pass
+
+    monkeypatch.setattr("ssd.kernels.triton.compile._one_at_a_time", Announced())
+    thread = threading.Thread(target=compile_nothing)
+    with compile_only():
+        arrived.acquire()
+        thread.start()
+        arrived.acquire()  # the other one has come as far as the lock
+    thread.join()
+    assert JITFunction.run is launch
+
+
 def test_a_kernel_that_does_not_compile_raises_when_it_is_launched(fake: FakeDriver) -> None:
     kernel, x = JITFunction(wrong), torch.zeros(64)
     with compile_only():

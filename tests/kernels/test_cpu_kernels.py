@@ -553,10 +553,9 @@ def test_a_forked_process_computes_without_the_workers_of_its_parent(kernels: Ke
     assert done == (child, 0)
 
 
-def test_cached_load_is_quick(kernels: Kernels) -> None:
-    start = time.perf_counter()
+def test_a_cached_load_compiles_nothing(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_run", lambda command: pytest.fail("it is compiled again"))
     assert isinstance(library.build(), Kernels)
-    assert time.perf_counter() - start < 0.5
 
 
 @pytest.mark.slow

@@ -176,7 +176,8 @@ def test_an_interrupted_download_goes_on_where_it_stopped(hub: StandInHub, llama
         pulled("org/tiny")
     assert 4096 in [file.stat().st_size for file in blobs(tmp_path) if file.suffix == ".incomplete"]
     assert local_model(HubName("org/tiny")) is None
-    hub.cut, hub.failing = None, False
+    hub.cut = None
+    hub.failing.clear()
     planned, counted = plan(HubName("org/tiny")), []
     present = planned.present
     assert 4096 <= present <= 4098
@@ -205,7 +206,8 @@ def test_a_server_that_sends_files_from_the_beginning_only(hub: StandInHub, tmp_
     hub.cut = 3
     with pytest.raises(SSDError):
         pulled("org/tiny")
-    hub.cut, hub.failing, hub.ranges_count = None, False, False
+    hub.cut, hub.ranges_count = None, False
+    hub.failing.clear()
     planned, counted = plan(HubName("org/tiny")), []
     assert planned.present == 3
     assert download(planned, counted.append).read_bytes() == b"content"
@@ -245,6 +247,40 @@ def test_every_writer_of_a_process_has_a_file_of_its_own(tmp_path: Path) -> None
         list(pool.map(lambda number: _write(path, str(number) * 40), range(400)))
     assert len(path.read_text()) >= 40
     assert [each.name for each in path.parent.iterdir()] == ["main"]
+
+
+def test_a_file_that_becomes_complete_meanwhile_is_present(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a file of 100 GB that is taken for missing, because its name changes between two looks."""
+    hub.add("org/tiny", {"tiny.gguf": b"content"})
+    planned = plan(HubName("org/tiny"))
+    [file], snapshot, look = planned.files, planned.snapshot, Path.stat
+    partial, blob = snapshot.partial(file), snapshot.blob(file)
+    partial.parent.mkdir(parents=True)
+    partial.write_bytes(b"content")
+
+    def stat(path: Path, **options: Any) -> Any:
+        if path == partial:
+            partial.replace(blob)
+        return look(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    assert planned.present == planned.size
+
+
+def test_a_download_that_fails_does_not_wait_for_that_of_another_process(hub: StandInHub) -> None:
+    """Catches Ctrl-C, too, that has to wait until the other one has finished."""
+    hub.add("org/tiny", {"config.json": b"{}", "model.safetensors": b"weights"})
+    planned = plan(HubName("org/tiny"))
+    large = next(file for file in planned.files if file.name == "model.safetensors")
+    locks = planned.snapshot.entry.parent / ".locks" / planned.snapshot.entry.name
+    locks.mkdir(parents=True)
+    hub.failing.add(f"/org/tiny/resolve/{'c' * 40}/config.json")
+    with ThreadPoolExecutor(1) as pool:
+        with huggingface_hub.utils.WeakFileLock(locks / f"{large.hash}.lock"):
+            failed = pool.submit(download, planned, lambda size: None)
+            assert isinstance(failed.exception(30), SSDError)
+        assert "503" in str(failed.exception())
+    assert hub.fetched() == ["config.json"]
 
 
 def test_content_that_is_not_what_the_hub_describes_is_refused(hub: StandInHub, tmp_path: Path) -> None:

@@ -395,7 +395,7 @@ def test_hostile_configs_end_with_a_model_or_an_error_of_ours(name: str) -> None
     """Every value of a config in turn, replaced by every hostile one."""
     config, dice = {**FORMATS[name].config, "dynamic": {".*up": {"bits": 8}}}, random.Random(name)
     tensors = [f"{LAYER}.{own}" for own in ("qweight", "weight_scale_inv", "weight")]
-    start = time.monotonic()
+    start = time.thread_time()
     for way in list(places(config)):
         for value in dice.sample(HOSTILE, 12):
             broken = copy.deepcopy(config)
@@ -409,7 +409,7 @@ def test_hostile_configs_end_with_a_model_or_an_error_of_ours(name: str) -> None
                 form.shapes(128, 256)
             except SSDError:
                 continue
-    assert time.monotonic() - start < 5
+    assert time.thread_time() - start < 5
 
 
 @pytest.mark.parametrize("name", ["ct-fp8-channel", "gptq-act-order"])

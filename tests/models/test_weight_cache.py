@@ -307,6 +307,16 @@ def test_the_least_recently_used_go(folder: Path, packed: Path, tmp_path: Path, 
     assert sorted(file.name[0] for file in folder.iterdir()) == ["a", "c"]
 
 
+def test_files_that_another_process_completes_meanwhile_are_passed_over(
+    folder: Path, packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches weights that are not kept because the file of another process got its name between two looks."""
+    place, look = weight_folder.folder(), Path.glob
+    gone = place / f"{weight_file.SCRATCH}x"
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: [*look(path, pattern), gone])
+    assert weight_folder.make_room(place, 1, place / "own")
+
+
 def test_what_is_larger_than_the_limit_is_not_kept(folder: Path, packed: Path, monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setenv(weight_folder.LIMIT, "0.0001")
     assert [is_kept(packed), is_kept(packed)] == [False, False]

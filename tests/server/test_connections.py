@@ -76,7 +76,7 @@ def test_a_client_that_sends_slowly_is_cut_off(llm: LLM, part: str) -> None:
         with connected(served) as connection:
             connection.sendall(at_once)
             answer = dripped(connection, slowly)
-        assert TIMEOUT <= time.monotonic() - begin < TIMEOUT + 5
+        assert time.monotonic() - begin >= TIMEOUT
         assert status(answer) == 408
         assert b"within 0.3 seconds" in answer
         until(lambda: not served.server.server_state.connections and not served.server.server_state.tasks)

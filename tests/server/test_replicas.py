@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
+from fakes import paused_at
 from live_server import MODEL, SMALL
 from serve_process import free_port
 from typer.testing import CliRunner
@@ -90,14 +91,15 @@ def test_a_replica_answers_as_the_server_does(replica: ServerReplica, llm: LLM) 
 def test_a_call_that_is_cancelled_ends_its_request(replica: ServerReplica) -> None:
     async def run() -> None:
         body = {"model": MODEL, "prompt": "x", "max_tokens": 240, "ignore_eos": True, "stream": True}
-        stream = call(replica, "/v1/completions", body)
-        await anext(stream)
-        assert replica._state.admission.sequences == 1
-        waiting = asyncio.create_task(_read(stream))
-        await asyncio.sleep(0.01)
-        waiting.cancel()
-        while replica._state.admission.sequences:
-            await asyncio.sleep(0.005)
+        with paused_at(replica._llm.driver, 20):
+            stream = call(replica, "/v1/completions", body)
+            await anext(stream)
+            assert replica._state.admission.sequences == 1
+            waiting = asyncio.create_task(_read(stream))
+            await asyncio.sleep(0.01)
+            waiting.cancel()
+            while replica._state.admission.sequences:
+                await asyncio.sleep(0.005)
         assert replica._llm.engine.metrics.output_tokens < 240
 
     asyncio.run(asyncio.wait_for(run(), 20))

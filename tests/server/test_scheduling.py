@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from conftest import mostly_slow
+from fakes import paused_at
 from live_server import MODEL, SMALL, Served, openai, serving, until
 
 from ssd import LLM, SamplingParams
@@ -46,11 +47,12 @@ def test_a_request_of_higher_priority_is_answered_first(single: Served, alone: s
     """Also: the one that made way goes on, with the text that it has alone."""
     client = single.client()
     extra = {"priority": 1, "ignore_eos": True}
-    stream = client.completions.create(**LONG, extra_body=extra)
-    begin = next(stream).choices[0].text
-    preemptions = single.llm.engine.scheduler.num_preemptions
-    ASK[endpoint](client, {"priority": -1})
-    assert single.llm.engine.num_unfinished_requests == 1
+    with paused_at(single.llm.driver, 8):
+        stream = client.completions.create(**LONG, extra_body=extra)
+        begin = next(stream).choices[0].text
+        preemptions = single.llm.engine.scheduler.num_preemptions
+        ASK[endpoint](client, {"priority": -1})
+        assert single.llm.engine.num_unfinished_requests == 1
     assert single.llm.engine.scheduler.num_preemptions == preemptions + 1
     assert begin + "".join(chunk.choices[0].text for chunk in stream) == alone
 
@@ -58,10 +60,8 @@ def test_a_request_of_higher_priority_is_answered_first(single: Served, alone: s
 def test_the_queue_is_in_order_of_priority(single: Served) -> None:
     """Catches a priority that is lost between HTTP and the scheduler."""
     client = single.client()
-    stream = client.completions.create(**LONG, extra_body={"ignore_eos": True, "priority": -9})
-    next(stream)
 
-    async def ask() -> list[int]:
+    async def ask(stream: Any) -> list[int]:
         ended: list[int] = []
 
         async def one(http: httpx.AsyncClient, priority: int) -> None:
@@ -76,7 +76,10 @@ def test_the_queue_is_in_order_of_priority(single: Served) -> None:
             await asyncio.gather(*tasks)
         return ended
 
-    assert asyncio.run(ask()) == [-1, 0, 3, 5]
+    with paused_at(single.llm.driver, 24):  # those that ask end before
+        stream = client.completions.create(**LONG, extra_body={"ignore_eos": True, "priority": -9})
+        next(stream)
+        assert asyncio.run(ask(stream)) == [-1, 0, 3, 5]
 
 
 @pytest.mark.parametrize("endpoint", ASK)
@@ -92,11 +95,12 @@ def test_many_samples_or_prompts_do_not_hold_up_another_request(llm: LLM, prompt
     body |= {"prompt": [PROMPT] * prompts, "n": 6 // prompts}
     with LLM(SMALL, device="cpu", max_num_seqs=4) as own, serving(own) as served:
         client = served.client()
-        stream = client.completions.create(**body, stream=True, extra_body={"ignore_eos": True})
         texts = [""] * 6
-        until(lambda: len(own.engine.scheduler.running) == 4)
-        client.completions.create(model=MODEL, prompt="Hello", max_tokens=1)
-        assert len(own.engine.scheduler.running) + len(own.engine.scheduler.waiting) == 6, "none of them has ended"
+        with paused_at(own.driver, 30):
+            stream = client.completions.create(**body, stream=True, extra_body={"ignore_eos": True})
+            until(lambda: len(own.engine.scheduler.running) == 4)
+            client.completions.create(model=MODEL, prompt="Hello", max_tokens=1)
+            assert len(own.engine.scheduler.running) + len(own.engine.scheduler.waiting) == 6, "none of them has ended"
         for chunk in stream:
             texts[chunk.choices[0].index] += chunk.choices[0].text
     params = SamplingParams(n=6 // prompts, max_tokens=60, temperature=1.0, seed=4, ignore_eos=True)

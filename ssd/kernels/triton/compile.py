@@ -51,8 +51,6 @@ def compile_only() -> Iterator[None]:
     from triton import AsyncCompileMode, FutureKernel
     from triton.runtime.jit import JITFunction
 
-    launch = JITFunction.run
-
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = launch(self, *args, grid=grid, warmup=warmup or compiling(), **kwargs)
         if isinstance(kernel, FutureKernel) and kernel.future.done():
@@ -61,7 +59,7 @@ def compile_only() -> Iterator[None]:
 
     prepare().join()
     with _one_at_a_time, _Pool() as pool, AsyncCompileMode(pool, ignore_errors=True):
-        JITFunction.run = run
+        launch, JITFunction.run = JITFunction.run, run
         _this_thread.compiling = True
         try:
             yield

@@ -209,11 +209,12 @@ class Catalog:
 
     def _expire(self, slot: Slot, last_used: float) -> None:
         if slot.ready and not slot.users and slot.last_used == last_used:
-            self._started(self._unload_if_idle(slot))
+            self._started(self._unload_unused(slot, last_used))
 
-    async def _unload_if_idle(self, slot: Slot) -> None:
+    async def _unload_unused(self, slot: Slot, last_used: float) -> None:
+        """Unloads a model unless it has been used meanwhile: the load of another one may take minutes."""
         async with self._changes:
-            if not slot.users and not slot.waiting:
+            if not slot.users and not slot.waiting and slot.last_used == last_used:
                 await self._close(slot)
 
     def _started(self, work: object) -> asyncio.Task[None]:
