@@ -31,16 +31,16 @@ Arrival = tuple[float, bytes]  # when, and what came
 class ServerContender:
     """Sends requests to the server at `url`, with or without its `/v1`.
 
-    `model` is the first one that the server offers unless it is named, and `api_key` what OPENAI_API_KEY holds, or else
-    SSD_API_KEY, the variable of `ssd serve`.
+    `model` is the first one that the server offers unless it is named. The API key is what OPENAI_API_KEY holds, or
+    else SSD_API_KEY, the variable of `ssd serve`.
     """
 
-    def __init__(self, url: str, model: str | None = None, name: str = "", api_key: str | None = None) -> None:
+    def __init__(self, url: str, model: str | None = None, name: str = "") -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         place = _place(self.url)
         self.name = name or place.netloc.decode()
         self.note = ""
-        key = api_key or os.environ.get("OPENAI_API_KEY") or next(iter(os.environ.get("SSD_API_KEY", "").split()), None)
+        key = os.environ.get("OPENAI_API_KEY") or next(iter(os.environ.get("SSD_API_KEY", "").split()), None)
         self._connection: dict[str, Any] = {
             "base_url": f"{self.url}/v1/",
             "headers": {"Authorization": f"Bearer {key}"} if key else {},
@@ -50,7 +50,7 @@ class ServerContender:
         }
         self.refused: list[str] = []  # the fields that this server does not know
         self.finish_reason: str | None = None  # the last `stream_chat`'s, if the server sent one
-        self.model = model or ""
+        self.model = model or ""  # "" while the server is asked
         self.model = self.model or self._first_model()
 
     def answer(self, prompts: Seq[Prompt], asked: RequestSettings) -> list[Answer]:

@@ -83,12 +83,13 @@ class Method:
             raise ConfigError(f"method {text!r} needs a draft: name one with --draft")
         look_up, server = {"suffix", "suffix_cache_tokens"}, {"draft_url", "draft_token"}
         of_sd = {"k_max", "acceptance", "saguaro_c", "draft_quantization"} | look_up
-        kept = {SUFFIX: {"k_max", "suffix_cache_tokens"}, "sd": of_sd, TREE: of_sd}
-        kept["ssd"] = options.keys() - look_up
-        kept[SSD_TREE] = kept["ssd"] - server - {"fan_out", "fan_out_hit", "fan_out_miss"}
-        kept["auto"] = options.keys() - server if options.get("suffix") else kept["ssd"] - server
-        names = kept[mode]
-        chosen |= {each: options[each] for each in options if each in names}
+        of_ssd = options.keys() - look_up
+        kept = {
+            **{SUFFIX: {"k_max", "suffix_cache_tokens"}, "sd": of_sd, TREE: of_sd, "ssd": of_ssd},
+            SSD_TREE: of_ssd - server - {"fan_out", "fan_out_hit", "fan_out_miss"},
+            "auto": (options.keys() if options.get("suffix") else of_ssd) - server,
+        }[mode]
+        chosen |= {each: options[each] for each in options if each in kept}
         speculation = SpeculationConfig.of(chosen)
         speculation = deepened(speculation, opened if speculation.draft_model is not None else None)
         return cls(f"{name} k={speculation.k}", speculation)

@@ -114,8 +114,8 @@ def read_events(method: str, events: Iterable[dict[str, Any]]) -> MethodTrace:
     complete = [event for event in events if event.get("ph") == "X"]
     host = [e for e in complete if e.get("cat") == "user_annotation" and not e["name"].startswith("ProfilerStep")]
     host.sort(key=lambda event: (event["ts"], -event["dur"]))
-    labels = {e["args"]["correlation"]: _label(host, e["ts"]) for e in complete if e.get("cat") == "cuda_runtime"}
-    labels |= {e["args"]["correlation"]: _label(host, e["ts"]) for e in complete if e.get("cat") == "cuda_driver"}
+    calls = [e for cat in ("cuda_runtime", "cuda_driver") for e in complete if e.get("cat") == cat]
+    labels = {e["args"]["correlation"]: _label(host, e["ts"]) for e in calls}
     device = sorted((e for e in complete if e.get("cat") in _DEVICE), key=lambda event: event["ts"])
     spans = [Span("host", event["name"], event["ts"], event["dur"]) for event in host]
     for event in device:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ssd.core import SamplingParams
 from ssd.errors import ConfigError
-from ssd.text.events import CallArguments, CallBegin, CallEnd, Event, Reasoning, Text
+from ssd.text.events import CallEnd, Event, Reasoning, Text, message_fields, settled
 from ssd.text.harmony import is_harmony
 from ssd.text.message_format import PROMPT_END, MessageFormat, format_of, shown_tokens, stop_tokens, takes_text
 from ssd.text.tokenizer import Tokenizer
@@ -45,13 +45,12 @@ class ReplyFormat:
 
 
 class ReplyReader:
-    """Takes an answer in pieces. `fields`: of its message, at the end."""
+    """Takes an answer in pieces. `content` and the other `fields` of its message are there at the end."""
 
     def __init__(self, form: MessageFormat, *, text: bool) -> None:
         """`text`: the arguments of calls stay JSON text in the history."""
         self._parser, self._as_text = form.parser(), text
-        self._reasoning = self._arguments = ""
-        self._call: CallBegin | None = None
+        self._events: list[Event] = []
         self.content = ""
         self.fields: dict[str, Any] = {}
 
@@ -61,39 +60,22 @@ class ReplyReader:
 
     def finish(self) -> list[tuple[str, bool]]:
         shown = self._shown(self._parser.finish())
-        self.fields |= {"reasoning_content": self._reasoning} if self._reasoning else {}
+        self.fields = message_fields(settled(self._events))
+        self.content = self.fields.pop("content") or ""
+        for call in self.fields.get("tool_calls", ()) if not self._as_text else ():
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         return shown
 
     def _shown(self, events: Seq[Event]) -> list[tuple[str, bool]]:
+        self._events += events
         shown = []
         for event in events:
             match event:
-                case Text(text):
-                    self.content += text
+                case Text(text) | CallEnd(broken=str(text)):
                     shown.append((text, False))
                 case Reasoning(text):
-                    self._reasoning += text
                     shown.append((text, True))
-                case CallBegin():
-                    self._call = event
-                case CallArguments(_, text):
-                    self._arguments += text
-                case CallEnd(_, broken) if broken is not None:
-                    self.content += broken
-                    shown.append((broken, False))
-                case CallEnd():
-                    self.fields["tool_calls"] = [self._called()]
         return shown
-
-    def _called(self) -> dict[str, Any]:
-        if self._call is None:
-            raise AssertionError("a call ends that has not begun")
-        arguments: Any = self._arguments if self._as_text else json.loads(self._arguments)
-        return {
-            "id": self._call.id,
-            "type": "function",
-            "function": {"name": self._call.name, "arguments": arguments},
-        }
 
 
 def read_tools(file: Path) -> Tools:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import socket
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +47,7 @@ ends it at once. Needs the extra [cyan]serve[/].
   curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \
 -d '{"model": "tiny-llama", "prompt": "Once upon a time"}'
 """
+Run = Callable[["FastAPI", list[str]], None]  # serves an application until a signal ends it, with notes for the start
 REPLICAS: Final = "Replicas, on Ray Serve"
 SEVERAL: Final = PANELS[CatalogOptions]
 
@@ -112,22 +115,20 @@ def serve(
         options = replace(options, allowed_hosts=("localhost",))
     follow(engine)
     sockets = _listen(host, port)  # first: a model may take minutes to load
-    addresses = _addresses(None if several else options.served_model_name, host, port)
+    run = functools.partial(_run, sockets, _addresses(None if several else options.served_model_name, host, port))
     if several:
         limits = CatalogOptions(**{**file.catalog, **catalog})
         tables = file.models if models_dir is None else in_folder(models_dir)
         models = served_models(tables, {**file.engine, **flat(engine)}, limits, options)
-        _serve_models(models, limits, options, sockets, addresses)
+        _serve_models(models, limits, options, run)
     elif replicas is None:
-        _serve_engine(model, engine, options, sockets, addresses)
+        _serve_engine(model, engine, options, run)
     else:
         cluster = ray_address or os.environ.get("RAY_ADDRESS")
-        _serve_replicas(EngineConfig(model, **engine), options, replicas, cluster, sockets, addresses)
+        _serve_replicas(EngineConfig(model, **engine), options, replicas, cluster, run)
 
 
-def _serve_engine(
-    model: str, engine: Given, options: ServerOptions, sockets: list[socket.socket], addresses: list[str]
-) -> None:
+def _serve_engine(model: str, engine: Given, options: ServerOptions, run: Run) -> None:
     with ExitStack() as stack:
         with stages(f"loading {model}", lines=True):
             LLM = import_llm()
@@ -136,18 +137,12 @@ def _serve_engine(
             llm = stack.enter_context(LLM(model, **engine))
             app = create_app(llm, options)
         print_note(llm.note)
-        _run(app, sockets, [*_summary(llm.config), *addresses])
+        run(app, _summary(llm.config))
         if llm.driver.failure is not None:
             raise EngineFailed(llm.driver.failure)
 
 
-def _serve_models(
-    models: list[ServedModel],
-    limits: CatalogOptions,
-    options: ServerOptions,
-    sockets: list[socket.socket],
-    addresses: list[str],
-) -> None:
+def _serve_models(models: list[ServedModel], limits: CatalogOptions, options: ServerOptions, run: Run) -> None:
     from ssd.server.models.catalog import Catalog
     from ssd.server.models.front import create_front
 
@@ -156,8 +151,7 @@ def _serve_models(
         for model in (each for each in models if each.pinned):
             with stages(f"loading {model.name}", lines=True):
                 catalog.preload(model)
-        names = ", ".join(catalog.slots)
-        _run(create_front(catalog, options), sockets, [f"models      {names}", *addresses])
+        run(create_front(catalog, options), [f"models      {', '.join(catalog.slots)}"])
     finally:
         catalog.close()
 
@@ -167,14 +161,7 @@ def _as_flags(table: Given) -> Given:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
 
 
-def _serve_replicas(
-    config: EngineConfig,
-    options: ServerOptions,
-    count: int,
-    cluster: str | None,
-    sockets: list[socket.socket],
-    addresses: list[str],
-) -> None:
+def _serve_replicas(config: EngineConfig, options: ServerOptions, count: int, cluster: str | None, run: Run) -> None:
     with ExitStack() as stack:
         with stages(f"starting {count} replicas of {config.model}", lines=True):
             from ssd.server.replicas.proxy import create_proxy
@@ -182,7 +169,7 @@ def _serve_replicas(
 
             replicas = stack.enter_context(RayReplicas(config, options, count, cluster or LOCAL))
             app = create_proxy(replicas, options)
-        _run(app, sockets, [f"replicas    {count}", *addresses])
+        run(app, [f"replicas    {count}"])
         if replicas.lost is not None:
             raise EngineFailed(replicas.lost)
 
@@ -203,16 +190,12 @@ def _summary(config: EngineConfig) -> list[str]:
     if device != "cpu":
         device = f"{device} ({torch.cuda.get_device_name(device)})"
     tokens = (config.num_kv_blocks or 0) * (config.block_size or 0)
-    drafter = (
-        "no draft"
-        if speculation.mode == "ar"
-        else f"draft {speculation.draft or speculation.draft_url}, k {speculation.k}"
-    )
+    draft = f"draft {speculation.draft or speculation.draft_url}, k {speculation.k}"
     sequences = f"{config.max_num_seqs} sequences of up to {config.max_model_len:,} tokens"
     return [
         f"device      {device}, {config.dtype}{f', weights in {config.quantization}' if config.quantization else ''}",
         f"KV cache    {tokens:,} tokens in {config.kv_dtype}; {sequences}",
-        f"mode        {speculation.mode}, {drafter}",
+        f"mode        {speculation.mode}, {'no draft' if speculation.mode == 'ar' else draft}",
     ]
 
 
@@ -223,10 +206,9 @@ def _addresses(model: str | None, host: str, port: int) -> list[str]:
     return [f"API         {address}/v1, {served}", f"playground  {address}/"]
 
 
-def _run(app: FastAPI, sockets: list[socket.socket], notes: list[str]) -> None:
-    """Runs the server until a signal ends it."""
+def _run(sockets: list[socket.socket], addresses: list[str], app: FastAPI, notes: list[str]) -> None:
     from ssd.server.run import Server
 
     logging.getLogger("ssd.access").setLevel(logging.INFO)
-    text = "\n".join(notes)
+    text = "\n".join([*notes, *addresses])
     Server(app, ready=lambda: errors.print(text, highlight=False, markup=False, soft_wrap=True)).run(sockets)

@@ -65,7 +65,7 @@ class ServerFile:
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"--config {path}: is not TOML: {error}") from error
         _check_keys(path, "", tables, ("server", "engine", "models"))
-        server, engine, models = (tables.get(name, kind()) for name, kind in _TABLES.items())
+        server, engine, models = tables.get("server", {}), tables.get("engine", {}), tables.get("models", [])
         for name, value in (("server", server), ("engine", engine)):
             if not isinstance(value, dict):
                 raise ConfigError(f"--config {path}: {name}: must be a table, [{name}]")
@@ -88,7 +88,6 @@ class ServerFile:
         return found
 
 
-_TABLES: Final = {"server": dict, "engine": dict, "models": list}
 _MODEL_KEYS: Final = ("model", "name", "aliases", "pinned", "keep_alive")
 
 

@@ -37,7 +37,23 @@ log = logging.getLogger("ssd")
 Weights = Iterator[tuple[str, torch.Tensor | LazyTensor]]
 
 
-class Checkpoint(Protocol):
+class Stored(Protocol):
+    """A checkpoint, or a draft's on features."""
+
+    @property
+    def formats(self) -> FormatOf:
+        """How the weight of each linear layer is stored."""
+        ...
+
+    def weights(self, device: torch.device, dtype: torch.dtype) -> Weights:
+        """Every parameter under its Hugging Face name, as it is stored, one at a time.
+
+        On that device if it is read there, and of that type if it is made when it is asked for.
+        """
+        ...
+
+
+class Checkpoint(Stored, Protocol):
     """The interface of a checkpoint, whatever its file format."""
 
     @property
@@ -50,11 +66,6 @@ class Checkpoint(Protocol):
     def stop_token_ids(self) -> tuple[int, ...]: ...
 
     @property
-    def formats(self) -> FormatOf:
-        """How the weight of each linear layer is stored."""
-        ...
-
-    @property
     def note(self) -> str:
         """A caveat to print with every measurement of this model; "" for an ordinary one."""
         ...
@@ -62,13 +73,6 @@ class Checkpoint(Protocol):
     @property
     def sources(self) -> Sources:
         """The files that decide the weights; {} if these are computed."""
-        ...
-
-    def weights(self, device: torch.device, dtype: torch.dtype) -> Weights:
-        """Every parameter under its Hugging Face name, as it is stored, one at a time.
-
-        On that device if it is read there, and of that type if it is made when it is asked for.
-        """
         ...
 
     def tokenizer(self) -> Tokenizer: ...
@@ -84,15 +88,6 @@ class FileTensor:
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
         part: torch.Tensor = self._stored[index]
         return part
-
-
-class Stored(Protocol):
-    """A checkpoint, or an EAGLE head's."""
-
-    @property
-    def formats(self) -> FormatOf: ...
-
-    def weights(self, device: torch.device, dtype: torch.dtype) -> Weights: ...
 
 
 def all_weights(checkpoint: Stored, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -401,15 +401,11 @@ def _decoder(
     max_position: int,
     kv_heads: int | None = None,
     head_dim: int | None = None,
-    qkv_bias: bool = False,
-    output_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
-    sinks: bool = False,
     windows: Seq[int | None] = (),
+    **switches: bool,
 ) -> DecoderConfig:
-    """What all families share. The keywords are the family's own defaults (None: derived) and switches; `windows`: of
-    each layer, where a family has any."""
+    """What all families share. The keywords are the family's own defaults (None: derived); `windows`: of each layer,
+    where a family has any; `switches`: biases, norms and sinks, as in `equal_layers`."""
     heads, hidden = _size(raw, "num_attention_heads"), _size(raw, "hidden_size")
     max_position = _size(raw, "max_position_embeddings", max_position)
     rope = rope_config(raw, max_position)
@@ -428,12 +424,8 @@ def _decoder(
         rms_eps=float(raw.get("rms_norm_eps") or 1e-6),
         rope=rope,
         tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
-        sinks=sinks,
         dtype=_dtype(raw),
+        **switches,
     )
     if not any(windows):
         return config

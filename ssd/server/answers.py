@@ -44,19 +44,15 @@ def check_model(state: ServerState, model: str | None) -> None:
 
 def usage(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
     """Token counts of a request's prompts. A prompt counts once, whatever `n` is."""
-    prompt = cached = completion = drafted = accepted = 0
-    for output in outputs:
-        prompt += len(output.prompt_token_ids)
-        cached += output.metrics.cached_tokens
-        for sample in output.samples:
-            completion += len(sample.token_ids)
-            drafted += sample.metrics.drafted
-            accepted += sample.metrics.accepted
+    outputs = list(outputs)
+    samples = [sample for output in outputs for sample in output.samples]
+    prompt, completion = sum(len(o.prompt_token_ids) for o in outputs), sum(len(s.token_ids) for s in samples)
+    drafted, accepted = sum(s.metrics.drafted for s in samples), sum(s.metrics.accepted for s in samples)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": sum(o.metrics.cached_tokens for o in outputs)},
         "completion_tokens_details": {
             "drafted_tokens": drafted,
             "accepted_prediction_tokens": accepted,

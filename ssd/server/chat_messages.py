@@ -1,15 +1,15 @@
-"""Messages of chats with tool calls and reasoning, in OpenAI's shape: those of requests, and those of answers."""
+"""Messages of requests: what chat templates get of them."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
-from ssd.server.errors import invalid
+from ssd.server.errors import invalid, unsupported
+from ssd.server.ignored import current
 from ssd.server.protocol import Json
-from ssd.text.events import CallArguments, CallBegin, Event, Reasoning, Text
 from ssd.text.message_format import takes_text
 
 ROLES: Final = ("system", "user", "assistant", "tool")
@@ -56,35 +56,14 @@ def _template_call(where: str, given: object, as_text: bool) -> Json:
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
-def message_fields(events: Iterable[Event]) -> Json:
-    """An answer's message, without its role: one delta of everything, with other defaults."""
-    delta = message_delta(events)
-    for call in delta.get("tool_calls", ()):
-        del call["index"]
-    return {"content": None if "tool_calls" in delta else "", **delta}
+def unseen(where: str, kind: object) -> str:
+    """The text in place of a part of this type in a tool's result, with a warning; it is refused where parameters are
+    strict.
 
-
-def message_delta(events: Iterable[Event]) -> Json:
-    """The delta of a chunk: one entry per tool call that begins or goes on."""
-    text = reasoning = ""
-    calls: dict[int, Json] = {}
-    for event in events:
-        match event:
-            case Text(more):
-                text += more
-            case Reasoning(more):
-                reasoning += more
-            case CallBegin(index, id_, name):
-                function = {"name": name, "arguments": ""}
-                calls[index] = {"index": index, "id": id_, "type": "function", "function": function}
-            case CallArguments(index, more):
-                call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
-                call["function"]["arguments"] += more
-            case _:
-                pass
-    delta: Json = {"content": text} if text or not (reasoning or calls) else {}
-    return (
-        delta
-        | ({"reasoning_content": reasoning} if reasoning else {})
-        | ({"tool_calls": list(calls.values())} if calls else {})
-    )
+    Agents send what their tools have returned, such as a picture, and would end if that were refused.
+    """
+    ignored = current()
+    if ignored.strict or not isinstance(kind, str):
+        raise unsupported(where, f"parts of type {kind!r:.60} are not supported")
+    ignored.add(f"{where}.type={kind:.40}", "only text can be read here, the model is told that it cannot see this")
+    return f"[{kind:.40}: not shown, only text can be read]"

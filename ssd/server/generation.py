@@ -21,6 +21,7 @@ from ssd.errors import EngineFailed
 from ssd.llm import LLM, Prompt, check_served
 from ssd.server.admission import Admission
 from ssd.server.errors import GONE, ApiError
+from ssd.server.http.asgi import disconnected
 from ssd.server.http.bodies import on_thread
 from ssd.server.ignored import IgnoredFields
 from ssd.server.metrics import HttpRequests, Metrics
@@ -203,7 +204,6 @@ def _watch_client(state: ServerState, request: Request, submissions: Seq[AsyncSu
 
 async def _abort_on_disconnect(request: Request, submissions: Seq[AsyncSubmission]) -> None:
     """Aborts the submissions when the client goes away."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    await disconnected(request.receive)
     for submission in submissions:
         submission.abort()

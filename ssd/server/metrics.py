@@ -217,6 +217,15 @@ def exposition(*collectors: Collector) -> Response:
     return Response(generate_latest(registry), media_type=_CONTENT_TYPE)
 
 
+def merged(found: Iterable[tuple[Metric, Mapping[str, str]]]) -> Iterator[Metric]:
+    """One family for all metrics of a name; the samples of each get further labels."""
+    families: dict[str, Metric] = {}
+    for metric, labels in found:
+        family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+        family.samples += [sample._replace(labels={**sample.labels, **labels}) for sample in metric.samples]
+    yield from families.values()
+
+
 def _gauges(engine: Engine) -> dict[str, tuple[str, float]]:
     pool, metrics = engine.scheduler.pool, engine.metrics
     return {

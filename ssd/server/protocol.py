@@ -228,6 +228,12 @@ def _response_format(form: Json | None) -> Json | None:
     return form
 
 
+def schema_format(path: str, form: Json) -> Json:
+    """The `response_format` of a chat, from that of an API that has the schema's fields beside the type."""
+    known = known_fields(path, form, ("type", *SCHEMA))
+    return {"type": "json_schema", "json_schema": {name: value for name, value in known.items() if name != "type"}}
+
+
 class ChatRequest(GenerationRequest):
     published = parameters.CHAT
     messages: Jsons

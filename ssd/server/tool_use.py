@@ -21,7 +21,7 @@ from ssd.server.fields import known_fields
 from ssd.server.protocol import ChatRequest, Json
 from ssd.server.tool_grammar import grammar
 from ssd.text.harmony import is_harmony
-from ssd.text.message_format import MessageFormat, format_of, shown_tokens
+from ssd.text.message_format import MessageFormat, format_of
 from ssd.text.reasoning import CLOSING, OPENING
 from ssd.text.tokenizer import Tokenizer
 from ssd.text.tool_calls import ToolParser
@@ -126,11 +126,6 @@ def read_tools(
     tags = (*(() if parser is None else parser.tags()), OPENING, CLOSING)
     tokens = frozenset(tag for tag in tags if tag.startswith("<") and tokenizer.token_id(tag) is not None)
     return ToolUse(parser, schemas, paths, strict, choice != "auto", parallel, tokens, described)
-
-
-def special_tags(chat_template: str, tools: ToolUse | None, tokenizer: Tokenizer) -> list[int]:
-    """Tokens that the text of an answer has, though they are special."""
-    return shown_tokens(chat_template, None if tools is None else tools.parser, tokenizer)
 
 
 def message_format(chat_template: str, prompt_end: str, tools: ToolUse | None) -> MessageFormat:

@@ -69,10 +69,6 @@ class Tracer:
             span.set_status(StatusCode.ERROR, error)
         span.end()
 
-    def flush(self) -> None:
-        """Waits until all spans are sent."""
-        self._provider.force_flush()
-
 
 def _request(params: SamplingParams) -> dict[str, Any]:
     return {

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ssd.text import harmony
-from ssd.text.events import CallArguments, CallBegin, CallEnd, Event, Reasoning, Text
+from ssd.text.events import Event, Reasoning, Text, settled
 from ssd.text.harmony import is_harmony
 from ssd.text.harmony_parser import HarmonyParser
 from ssd.text.reasoning import CLOSING, OPENING, ReasoningSplitter, marks_reasoning, opens_reasoning
@@ -112,12 +112,4 @@ def shown_tokens(chat_template: str, parser: type[ToolParser] | None, tokenizer:
 def parse(text: str, format: MessageFormat, *, cut: bool = False) -> list[Event]:
     """The events of a whole message. A call that is broken is text. `cut`: the message would have gone on."""
     parser = format.parser()
-    events = parser.feed(text) + parser.finish(cut)
-    broken = {e.index: Text(e.broken) for e in events if isinstance(e, CallEnd) and e.broken is not None}
-    whole: list[Event] = []
-    for event in events:
-        if not isinstance(event, (CallBegin, CallArguments, CallEnd)) or event.index not in broken:
-            whole.append(event)
-        elif isinstance(event, CallEnd):
-            whole.append(broken[event.index])
-    return whole
+    return settled(parser.feed(text) + parser.finish(cut))

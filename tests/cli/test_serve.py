@@ -118,7 +118,7 @@ def test_a_server_says_what_it_serves_and_where(monkeypatch: pytest.MonkeyPatch)
     """Device, dtype, rounding, KV tokens, mode, draft, and the playground's address, once it is loaded."""
     ready: list[str] = []
     monkeypatch.setattr(serve, "_listen", lambda *_: [])
-    monkeypatch.setattr(serve, "_run", lambda _, __, notes: ready.extend(notes))
+    monkeypatch.setattr(serve, "_run", lambda _, addresses, __, notes: ready.extend([*notes, *addresses]))
     flags = ["--draft", "tiny-llama-draft", "--mode", "sd", "--k", "3", "--device", "cpu", "--max-model-len", "512"]
     flags += ["--quantization", "fp8"]
     ended = CliRunner().invoke(app, ["serve", "tiny-llama", *flags, "--num-kv-blocks", "100", "--port", "8010"])

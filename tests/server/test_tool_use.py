@@ -21,9 +21,9 @@ pytest.importorskip("fastapi", reason="needs the extras serve and dev")
 import ssd
 from ssd.core import SamplingParams
 from ssd.errors import RequestError
-from ssd.server.chat_messages import message_fields
 from ssd.server.protocol import ChatRequest
 from ssd.server.tool_use import ToolUse, read_tools
+from ssd.text.events import message_fields
 from ssd.text.message_format import MessageFormat, parse
 from ssd.text.tokenizer import Tokenizer, load_tokenizer
 from ssd.text.tool_formats import PARSERS

@@ -79,7 +79,7 @@ def traced(llm: LLM, collector: Collector) -> Iterator[Served]:
 
 
 def recorded(traced: Served, collector: Collector) -> list[Any]:
-    traced.server.config.app.state.server.tracer.flush()  # type: ignore[union-attr]
+    traced.server.config.app.state.server.tracer._provider.force_flush()  # type: ignore[union-attr]
     return collector.spans()
 
 

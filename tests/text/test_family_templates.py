@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from family_templates import ASSISTANT, DEEPSEEK_V31, TEMPLATES, USER
 
-from ssd.server.chat_messages import message_fields, template_message
+from ssd.server.chat_messages import template_message
+from ssd.text.events import message_fields
 from ssd.text.message_format import MessageFormat, format_of, parse
 from ssd.text.tokenizer import Tokenizer
 from ssd.text.tool_formats import PARSERS, parser_for

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.errors import RequestError
-from ssd.server.chat_messages import message_fields
-from ssd.text.events import CallBegin, Reasoning
+from ssd.text.events import CallBegin, Reasoning, message_fields
 from ssd.text.harmony import TOKENS, is_harmony, render
 from ssd.text.harmony_parser import HarmonyParser
 from ssd.text.message_format import MessageFormat, parse, shown_tokens, stop_tokens

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.server.chat_messages import message_fields
 from ssd.text import message_format
-from ssd.text.events import CallArguments, CallBegin, CallEnd, Event, Text
+from ssd.text.events import CallArguments, CallBegin, CallEnd, Event, Text, message_fields
 from ssd.text.message_format import MessageFormat, parse
 from ssd.text.tool_formats import PARSERS, parser_for
 

@@ -11,6 +11,7 @@ from fastapi.responses import Response
 from ssd.server import parameters
 from ssd.server.answers import STREAMED, named_event_stream
 from ssd.server.anthropic.message_events import AnthropicMessageWriter
+from ssd.server.chat_messages import unseen
 from ssd.server.effort import effort_options
 from ssd.server.errors import MESSAGES_ERROR_RESPONSES, invalid, renaming, unsupported
 from ssd.server.fields import known_fields
@@ -18,8 +19,7 @@ from ssd.server.generation import ServerState
 from ssd.server.http.bodies import JsonRoute, on_thread
 from ssd.server.ignored import current
 from ssd.server.openai.chat import prompt_tokens, respond, start_chat
-from ssd.server.protocol import SCHEMA, ChatRequest, Json, Jsons, PublishedRequest, SamplingRequest, Stops
-from ssd.server.tool_results import unseen
+from ssd.server.protocol import ChatRequest, Json, Jsons, PublishedRequest, SamplingRequest, Stops, schema_format
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -105,8 +105,7 @@ def _response_format(form: object) -> Json | None:
         return None
     if not isinstance(form, dict) or form.get("type") != "json_schema":
         raise invalid("output_config.format", "expected {'type': 'json_schema', 'schema': {…}}")
-    known = known_fields("output_config.format", form, ("type", *SCHEMA))
-    return {"type": "json_schema", "json_schema": {name: value for name, value in known.items() if name != "type"}}
+    return schema_format("output_config.format", form)
 
 
 def _thinking(thinking: Json | None) -> Json:

@@ -7,7 +7,6 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Final
 
@@ -17,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ssd.server.errors import GONE, ApiError
+from ssd.server.http.asgi import replayed
 from ssd.server.http.bodies import LARGE
 from ssd.server.options import ServerOptions, is_loopback
 from ssd.server.playground.endpoints import PAGE
@@ -93,15 +93,11 @@ class AuthAndSizeMiddleware:
                 self._check_host(Headers(scope=scope))
             if self._keys and scope["path"] not in OPEN_PATHS:
                 self._check_key(Headers(scope=scope))
-            messages = await self._body(scope, receive)
+            whole = await self._body(scope, receive)
         except ApiError as error:
             await error.response(scope)(scope, receive, send)
             return
-
-        async def replay() -> Message:
-            return next(messages, None) or await receive()
-
-        await self._app(scope, replay, send)
+        await self._app(scope, replayed(whole, receive), send)
 
     def _check_host(self, headers: Headers) -> None:
         """A page of a name that its owner lets point here (DNS rebinding) is of this origin for a browser.
@@ -126,17 +122,17 @@ class AuthAndSizeMiddleware:
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
-    async def _body(self, scope: Scope, receive: Receive) -> Iterator[Message]:
-        """The whole body, as messages; the request's state gets `large`."""
+    async def _body(self, scope: Scope, receive: Receive) -> Message:
+        """The whole body, as one message; the request's state gets `large`."""
         length = Headers(scope=scope).get("content-length", "0")
-        size, messages = 0, list[Message]()
+        size, parts = 0, list[bytes]()
         while length.isdecimal() and int(length) <= self._max_bytes and size <= self._max_bytes:
             message = await receive()
-            messages.append(message)
-            size += len(message.get("body", b""))
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
             if not message.get("more_body", False) and size <= self._max_bytes:
                 scope["state"]["large"] = size > LARGE
-                return iter(messages)
+                return {**message, "body": b"".join(parts)}
         limit = f"the limit is {self._max_bytes} bytes"
         raise ApiError(413, f"the request is too large: {limit}", code="request_too_large")
 

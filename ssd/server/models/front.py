@@ -29,10 +29,10 @@ from ssd.server.app import ENDPOINTS, PATHS
 from ssd.server.errors import ApiError, AsciiJSON
 from ssd.server.generation import ServerState
 from ssd.server.http import middleware
+from ssd.server.http.asgi import replayed, scope_of
 from ssd.server.http.bodies import JsonRoute, on_thread, read_json
-from ssd.server.http.forwarding import scope_of
 from ssd.server.ignored import IgnoredFields
-from ssd.server.metrics import HttpRequests, exposition
+from ssd.server.metrics import HttpRequests, exposition, merged
 from ssd.server.models.catalog import Catalog, Slot
 from ssd.server.models.served import Served
 from ssd.server.ollama import models as ollama_models
@@ -46,10 +46,7 @@ from ssd.version import VERSION
 _PATHS: Final = PATHS | {"/models", "/models/load", "/models/unload"}
 _COMMENTS: Final = 2.0  # seconds between two comments in a stream whose model is loaded
 _STREAM_HEADERS: Final = [(b"content-type", f"{EVENT_STREAM}; charset=utf-8".encode()), (b"cache-control", b"no-cache")]
-# of the playground's state, while its model is not loaded
-_NOTHING: Final = dict.fromkeys(
-    ("running", "waiting", "kv_usage", "output_tokens", "drafted", "accepted", "look_ups", "hits"), 0
-)
+_NOTHING: Final = dict.fromkeys((*playground.TOTALS, "kv_usage"), 0)  # while the playground's model is not loaded
 
 
 @dataclass
@@ -204,15 +201,12 @@ class _Models(Collector):
     def collect(self) -> Iterable[Metric]:
         loaded = GaugeMetricFamily("ssd_model_loaded", "Whether a model is loaded.", labels=["model_name"])
         loads = CounterMetricFamily("ssd_model_loads", "How often a model was loaded.", labels=["model_name"])
-        families: dict[str, Metric] = {}
         for slot in self._slots:
             loaded.add_metric([slot.model.name], slot.state == "ready")
             loads.add_metric([slot.model.name], slot.loads)
-            own: ServerState | None = slot.loaded[1].state.server if slot.loaded is not None else None
-            for metric in (*own.metrics.collect(), *own.http_requests.collect()) if own is not None else ():
-                found = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
-                found.samples += metric.samples
-        yield from (loaded, loads, *families.values())
+        states: list[ServerState] = [slot.loaded[1].state.server for slot in self._slots if slot.loaded is not None]
+        own = (metric for state in states for each in (state.metrics, state.http_requests) for metric in each.collect())
+        yield from (loaded, loads, *merged((metric, {}) for metric in own))
 
 
 @router.get("/playground/state", include_in_schema=False)
@@ -240,8 +234,8 @@ class _Forward:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         permit = self._state.admission.admit(1, "")
         try:
-            messages = [message async for message in _messages(receive)]
-            body = await _fields(scope, b"".join(message.get("body", b"") for message in messages))
+            whole = await receive()
+            body = await _fields(scope, whole["body"])
             slot = self._state.catalog.find(_name(body.get("model") or QueryParams(scope["query_string"]).get("model")))
             if unloads(scope["path"], body) and not slot.model.pinned:
                 await self._state.catalog.unload(slot)
@@ -249,13 +243,8 @@ class _Forward:
                 await AsciiJSON(ended)(scope, receive, send)
                 return
             keep_alive = seconds(body.get("keep_alive"))
-            whole = iter(messages)
-
-            async def replay() -> Message:
-                return next(whole, None) or await receive()
-
             answer = _Answer(scope, send)
-            task = asyncio.create_task(self._answer(slot, keep_alive, scope, replay, answer))
+            task = asyncio.create_task(self._answer(slot, keep_alive, scope, replayed(whole, receive), answer))
             try:
                 commented = body.get("stream") is True and not scope["path"].startswith("/api/")
                 await self._wait(slot, task, answer, commented=commented)
@@ -333,14 +322,6 @@ def _error_of(body: bytes) -> ApiError:
     """The error that an answer describes."""
     error = json.loads(body)["error"]
     return ApiError(400, error["message"], param=error.get("param"), code=error.get("code"))
-
-
-async def _messages(receive: Receive) -> Any:
-    more = True
-    while more:
-        message = await receive()
-        yield message
-        more = message["type"] == "http.request" and message.get("more_body", False)
 
 
 async def _fields(scope: Scope, body: bytes) -> Mapping[str, Any]:

@@ -46,8 +46,6 @@ class OllamaWriter:
             case CallEnd(complete=True):
                 function = {"name": self._name, "arguments": json.loads(self._arguments)}
                 return [self._add("tool_calls", [{"function": function}])]
-            case _:
-                pass
         return []
 
     def end(self, output: RequestOutput) -> list[Json]:

@@ -14,7 +14,7 @@ from ssd.core import Delta, RequestOutput, Sample, SamplingParams
 from ssd.errors import RequestError
 from ssd.llm import LLM, Prompt
 from ssd.server.answers import STREAMED, chat_logprobs, check_common, event_stream, usage, worth_sending
-from ssd.server.chat_messages import message_delta, message_fields, template_message
+from ssd.server.chat_messages import template_message
 from ssd.server.effort import effort_options
 from ssd.server.errors import ApiError, AsciiJSON, api_error, invalid, renaming
 from ssd.server.generation import Generation, ServerState, start
@@ -23,10 +23,10 @@ from ssd.server.http.bodies import JsonRoute, on_thread
 from ssd.server.ignored import current
 from ssd.server.protocol import ChatRequest
 from ssd.server.tool_prompt import as_text, with_tools
-from ssd.server.tool_use import ToolUse, message_format, read_tools, special_tags
-from ssd.text.events import Event
+from ssd.server.tool_use import ToolUse, message_format, read_tools
+from ssd.text.events import Event, message_delta, message_fields
 from ssd.text.harmony import is_harmony
-from ssd.text.message_format import PROMPT_END, MessageFormat, parse, stop_tokens
+from ssd.text.message_format import PROMPT_END, MessageFormat, parse, shown_tokens, stop_tokens
 from ssd.text.tool_formats import PARSERS, FencedParser, has_tools, parser_for
 
 router = APIRouter(route_class=JsonRoute)
@@ -164,7 +164,7 @@ def _read_all(
     stops = () if params.ignore_eos else stop_tokens(template, tokenizer)
     params = replace(
         params,
-        shown_token_ids=special_tags(template, tools, tokenizer),
+        shown_token_ids=shown_tokens(template, None if tools is None else tools.parser, tokenizer),
         stop_token_ids=(*params.stop_token_ids, *stops),
     )
     return given, params, prompt, options, template, tools

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from ssd.server import parameters
 from ssd.server.answers import STREAMED, named_event_stream
+from ssd.server.chat_messages import unseen
 from ssd.server.effort import effort_options
 from ssd.server.errors import invalid, renaming, unsupported
 from ssd.server.fields import known_fields
@@ -21,8 +22,7 @@ from ssd.server.ignored import current
 from ssd.server.openai.chat import respond, start_chat
 from ssd.server.openai.response_events import ResponseWriter
 from ssd.server.openai.response_tools import ResponseTools, chat_name, response_tools
-from ssd.server.protocol import SCHEMA, ChatRequest, Json, Jsons, SamplingRequest, Texts, one_invalid
-from ssd.server.tool_results import unseen
+from ssd.server.protocol import ChatRequest, Json, Jsons, SamplingRequest, Texts, one_invalid, schema_format
 
 router = APIRouter(route_class=JsonRoute)
 _ITEM_FIELDS: Final = {
@@ -124,8 +124,7 @@ def _response_format(text: Json | None) -> Json | None:
         return None
     form = known_fields("text", text, ("format",), parameters.TEXT).get("format")
     if isinstance(form, dict) and form.get("type") == "json_schema":
-        known = known_fields("text.format", form, ("type", *SCHEMA))
-        return {"type": "json_schema", "json_schema": {k: v for k, v in known.items() if k != "type"}}
+        return schema_format("text.format", form)
     if form is not None and not isinstance(form, dict):
         raise invalid("text.format", "expected an object")
     return form

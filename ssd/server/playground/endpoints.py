@@ -46,6 +46,8 @@ _HEADERS: Final = {
     "X-DNS-Prefetch-Control": "off",  # of the hosts that links in an answer name
     "Cache-Control": "no-cache",
 }
+# totals and counts of the state
+TOTALS: Final = ("running", "waiting", "output_tokens", "drafted", "accepted", "look_ups", "hits")
 _MOST_BRANCHES: Final = 12  # branches that are sent per round: the likeliest, and the one that came true
 _DEFAULT_TOKENS: Final = 256
 

@@ -30,15 +30,14 @@ from ssd.server.app import PATHS
 from ssd.server.errors import ApiError
 from ssd.server.generation import NO_RETRY, TIMED_OUT
 from ssd.server.http import middleware
-from ssd.server.http.forwarding import scope_of
-from ssd.server.metrics import HttpRequests, exposition
+from ssd.server.http.asgi import disconnected, scope_of
+from ssd.server.metrics import HttpRequests, exposition, merged
 from ssd.server.options import ServerOptions
+from ssd.server.playground.endpoints import TOTALS
 
 log = logging.getLogger("ssd")
 
 _ATTEMPTS: Final = 3  # replicas that a request is sent to: one that makes engines fail must not reach all of them
-# fields of the playground's state that are summed over replicas
-_SUMMED: Final = ("running", "waiting", "output_tokens", "drafted", "accepted", "look_ups", "hits")
 
 
 class ReplicaLost(Exception):
@@ -132,18 +131,15 @@ class _Merged(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield GaugeMetricFamily("ssd_replicas", "Replicas that are running.", len(self._found))
-        families: dict[str, Metric] = {}
-        for replica, metrics in sorted(self._found.items()):
-            for metric in metrics:
-                family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
-                family.samples += [s._replace(labels={**s.labels, "replica": replica}) for s in metric.samples]
-        yield from families.values()
+        yield from merged(
+            (metric, {"replica": replica}) for replica in sorted(self._found) for metric in self._found[replica]
+        )
 
 
 async def _playground_state(request: Request) -> dict[str, Any]:
     """Totals of all replicas."""
     states = await ProxyState.of(request).replicas.states()
-    sums = {name: sum(state[name] for state in states) for name in _SUMMED}
+    sums = {name: sum(state[name] for state in states) for name in TOTALS}
     usage = sum(state["kv_usage"] for state in states) / len(states)
     return {**states[0], **sums, "kv_usage": usage, "seconds": time.perf_counter()}
 
@@ -157,9 +153,9 @@ class _Forward:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         permit = self._state.admission.admit(1, "")
         try:
-            body = b"".join([part async for part in _parts(receive)])
-            answering = asyncio.create_task(self._answer(scope, body, send))
-            watching = asyncio.create_task(_disconnected(receive))
+            whole = await receive()
+            answering = asyncio.create_task(self._answer(scope, whole["body"], send))
+            watching = asyncio.create_task(disconnected(receive))
             try:
                 await asyncio.wait((answering, watching), return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -226,16 +222,3 @@ class _Answer:
             raise error
         body = last_events(self._scope["path"], error, self._scope["state"]["request_id"], self._num_events)
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-async def _parts(receive: Receive) -> AsyncGenerator[bytes]:
-    more = True
-    while more:
-        message = await receive()
-        yield message.get("body", b"")
-        more = message.get("more_body", False)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -19,6 +19,7 @@ from ssd.llm import LLM
 from ssd.server.app import create_app
 from ssd.server.generation import ServerState
 from ssd.server.http import memory
+from ssd.server.http.asgi import replayed
 from ssd.server.options import ServerOptions
 from ssd.server.playground.endpoints import state_of
 from ssd.server.replicas.prefixes import Route
@@ -52,16 +53,14 @@ class ServerReplica:
         The request ends when the caller cancels the call.
         """
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
-        whole = iter([{"type": "http.request", "body": body, "more_body": False}])
+        whole = {"type": "http.request", "body": body, "more_body": False}
         gone = asyncio.Event()
 
-        async def receive() -> Message:
-            if (message := next(whole, None)) is not None:
-                return message
+        async def end() -> Message:
             await gone.wait()
             return {"type": "http.disconnect"}
 
-        task = asyncio.create_task(self._app(scope, receive, messages.put))
+        task = asyncio.create_task(self._app(scope, replayed(whole, end), messages.put))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda _: messages.put_nowait(None))
