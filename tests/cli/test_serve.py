@@ -131,7 +131,8 @@ def test_a_server_says_what_it_serves_and_where(monkeypatch: pytest.MonkeyPatch)
         "playground http://127.0.0.1:8010/",
     ]
     stages = ["tiny-llama in fp8", "tiny-llama-draft"]
-    said = [line for line in ended.stderr.splitlines() if not line.startswith("compiling CPU kernels")]
+    slow = "compiling CPU kernels", "reading the weights of tiny-llama in fp8: "  # on a busy machine
+    said = [line for line in ended.stderr.splitlines() if not line.startswith(slow)]
     assert said[:3] == ["loading tiny-llama", *(f"reading the weights of {s}" for s in stages)]
     assert "weights rounded to fp8 when loaded" in ended.stderr
 
