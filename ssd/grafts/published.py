@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from typing import Any, Final, Literal, TypeGuard, cast, get_args
 
 from ssd.errors import ConfigError
@@ -31,8 +32,13 @@ def is_published(form: GraftFormat | None) -> TypeGuard[Published]:
 
 def published_formats(form: Published, shapes: Shapes, stored: FormatOf) -> FormatOf:
     """The formats of a graft whose layers would be `stored` if it were not rounded."""
-    own = _METHODS[form][0](_group_size(form, shapes, stored))
-    return lambda name: own if _is_packed(name, stored) else DENSE
+    layers = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
+    packed = {name: shape for name, shape in layers.items() if not is_around(name)}
+    taken = next((name for name in packed if stored(name) is not DENSE), None)
+    if taken is not None:
+        raise ConfigError(f"shape: {taken} is {stored(taken).name} already, not floats: use another shape")
+    own = _METHODS[form][0](_group_size(form, [*packed.values()]))
+    return lambda name: own if name in packed else DENSE
 
 
 def published_json(form: Published, formats: FormatOf) -> dict[str, Any]:
@@ -41,27 +47,14 @@ def published_json(form: Published, formats: FormatOf) -> dict[str, Any]:
     return {"quant_method": form, "bits": 4, "group_size": own.group, **_METHODS[form][1]}
 
 
-def _is_packed(name: str, stored: FormatOf) -> bool:
-    if is_around(name):
-        return False
-    if (found := stored(name)) is not DENSE:
-        raise ConfigError(f"shape: {name} is {found.name} already, which is not rounded to 4 bits: use another shape")
-    return True
-
-
-def _group_size(form: Published, shapes: Shapes, stored: FormatOf) -> int:
-    packed = [shape for name, shape in shapes.items() if len(shape) == 2 and _is_packed(_layer(name), stored)]
-    size = math.gcd(_GROUP, *(depth for _, depth in packed))
-    if size < _LEAST_GROUP or any(rows % _WORD for rows, _ in packed):
+def _group_size(form: Published, shapes: Seq[tuple[int, ...]]) -> int:
+    size = math.gcd(_GROUP, *(depth for _, depth in shapes))
+    if size < _LEAST_GROUP or any(rows % _WORD for rows, _ in shapes):
         raise ConfigError(
             f"shape: {form} has groups of {_LEAST_GROUP} inputs or more and words of {_WORD} outputs, which do not "
             "divide all of its layers: use another shape or format"
         )
     return size
-
-
-def _layer(tensor: str) -> str:
-    return tensor.rpartition(".")[0]
 
 
 _METHODS: Final[Mapping[Published, tuple[Callable[[int], WeightFormat], Mapping[str, Any]]]] = {
