@@ -55,8 +55,12 @@ def graft(
     out: Annotated[Path | None, typer.Option(help="Directory to write.", show_default="./MODEL@SHAPE")] = None,
     dtype: Annotated[Literal["bfloat16", "float32"], DTYPE] = "bfloat16",
     quantization: Annotated[
-        Literal["fp8", "fp8_dynamic", "int8", "int4"] | None,
-        typer.Option(help="Round the weights of the layers, and write them as compressed-tensors.", show_default="no"),
+        Literal["fp8", "fp8_dynamic", "int8", "int4", "awq", "gptq"] | None,
+        typer.Option(
+            help="Round the weights of the layers, and write them as compressed-tensors; awq and gptq: in 4 bits, "
+            "groups of 128, in these layouts. awq has zero points.",
+            show_default="no",
+        ),
     ] = None,
     device: Annotated[Device, DEVICE] = "auto",
 ) -> None:

@@ -85,7 +85,7 @@ def digits(weight: torch.Tensor, count: int) -> torch.Tensor:
         return weight
     rest, found, form = torch.nn.functional.pad(weight.float(), (0, -weight.shape[1] % GROUP)), [], MXFP4()
     for _ in range(count):
-        found.append(form.widened(form.stored(rest))["weight"])
+        found.append(form.widened(form.tensors_of(rest))["weight"])
         rest = rest - found[-1]
     return torch.cat(found, 1)
 

@@ -1,6 +1,6 @@
 """Writing grafts, as directories that ssd and transformers load like any other checkpoint, and EAGLE heads and block
 drafts, in the layout of their authors, which other engines load, too. Rounded grafts are in the layout of
-compressed-tensors: weights only, activations stay as they are.
+compressed-tensors (weights only, activations stay as they are), AWQ or GPTQ.
 
 Tensors of grafts are made and written one by one; a directory appears under its name only when it is whole. Knows
 nothing of the engine or the console.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 from uuid import uuid4
 
 import torch
@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 
 from ssd.errors import ConfigError, SSDError
 from ssd.grafts.graft import GraftCheckpoint, host, host_attention
+from ssd.grafts.published import GraftFormat, is_published, published_json
 from ssd.kernels.codes import Codes, Format, TargetFormat, bits_of, group_size, quantize
 from ssd.layers.formats.mxfp4 import MXFP4
 from ssd.layers.formats.rounded import Rounded
@@ -152,9 +153,11 @@ def _compressed(codes: Codes) -> dict[str, torch.Tensor]:
     return {"weight_packed": values.contiguous().view(torch.int32), "weight_scale": codes.scales, "weight_shape": shape}
 
 
-def _quantization_json(graft: GraftCheckpoint, chosen: TargetFormat) -> dict[str, Any]:
-    """`quantization_config` of compressed-tensors, with a group for each size of the groups that have one scale."""
-    rounding = Rounded(chosen)
+def _quantization_json(graft: GraftCheckpoint, chosen: GraftFormat) -> dict[str, Any]:
+    """`quantization_config`; of compressed-tensors with a group for each size of the groups that have one scale."""
+    if is_published(chosen):
+        return published_json(chosen, graft.formats)
+    rounding = Rounded(cast(TargetFormat, chosen))
     form = rounding.form
     rows = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
     parts: dict[int | None, set[str]] = {}  # by weights of one scale; None: a whole output channel

@@ -30,14 +30,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Final, cast, get_args
+from typing import Final, cast
 
 import torch
 
 from ssd.errors import ConfigError, UnsupportedModel
 from ssd.grafts.expert_graft import ROUTERS, HeldMLP, add_codes, expert_obstacles, expert_part
+from ssd.grafts.published import GRAFT_FORMATS, GraftFormat, is_published, published_formats
 from ssd.grafts.shapes import SHAPES, shape_of
-from ssd.kernels.codes import TargetFormat
 from ssd.layers.formats import DENSE, FormatOf, WeightFormat
 from ssd.layers.formats.mxfp4 import GROUP, MXFP4
 from ssd.layers.formats.rounded import rounded
@@ -80,17 +80,17 @@ class GraftCheckpoint:
     base_name: str
     shape: DecoderConfig
     shape_name: str
-    quantization: TargetFormat | None = None
+    quantization: GraftFormat | None = None
 
     @classmethod
     def of(cls, base: Checkpoint, shape: str, base_name: str = "") -> GraftCheckpoint:
         """In one of the published shapes; `shape` may end with a format: llama-3.1-70b:fp8."""
         shape_name, form = name_and_format(shape)
         found = shape_of(shape_name)
-        if form is not None and form not in get_args(TargetFormat):
-            known = ", :".join(get_args(TargetFormat))
+        if form is not None and form not in GRAFT_FORMATS:
+            known = ", :".join(GRAFT_FORMATS)
             raise ConfigError(f"shape={shape!r} ends with no format: use :{known}, or none")
-        return cls(base, base_name or base.path.resolve().name, found, shape_name, cast("TargetFormat | None", form))
+        return cls(base, base_name or base.path.resolve().name, found, shape_name, cast("GraftFormat | None", form))
 
     def __post_init__(self) -> None:
         obstacle = next(obstacles(self.base.config, self.shape), None)
@@ -130,7 +130,10 @@ class GraftCheckpoint:
         def published(name: str) -> WeightFormat:
             return MXFP4() if packed and ".experts." in name else DENSE
 
-        return rounded(self.quantization, published, exact=True)
+        form = self.quantization
+        if is_published(form):
+            return published_formats(form, parameter_shapes(self.config), published)
+        return rounded(form, published, exact=True)
 
     @property
     def note(self) -> str:
@@ -155,9 +158,9 @@ class GraftCheckpoint:
                 tensor.fill_(_SINK)
             elif layer.endswith("up_proj"):  # its bias; all others are zero
                 tensor.fill_(-mlp.glu.shift)
-            form = self.formats(layer) if own == "weight" else DENSE
-            if isinstance(form, MXFP4):
-                yield from ((f"{layer}.{each}", stored) for each, stored in form.stored(tensor).items())
+            if own == "weight" and tensor.dim() == 2:
+                stored = self.formats(layer).tensors_of(tensor)
+                yield from ((f"{layer}.{each}", part) for each, part in stored.items())
             else:
                 yield name, tensor
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -103,10 +103,13 @@ def all_weights(checkpoint: Stored, device: torch.device, dtype: torch.dtype) ->
     }
 
 
+_FOUR_BITS: Final = ("int4", "awq", "gptq")
+
+
 def graft_note(base: str, shape: str, quantization: str | None = None) -> str:
     if quantization is None:
         return f"graft of {base} in the shape of {shape}: that shape's speed, {base}'s text"
-    text = f"a text close to {base}'s" if quantization == "int4" else f"the text of {base} in {quantization}"
+    text = f"a text close to {base}'s" if quantization in _FOUR_BITS else f"the text of {base} in {quantization}"
     return f"graft of {base} in the shape of {shape}, rounded to {quantization}: that shape's speed, {text}"
 
 

@@ -88,7 +88,7 @@ def test_numbers_of_4_bits_add_up_to_a_weight(count: int, error: float) -> None:
     weight = torch.randn(64, 80)
     parts = digits(weight, count).view(64, count, 96)
     assert (parts.sum(1)[:, :80] - weight).norm() < error * weight.norm()
-    stored = MXFP4().stored(parts.flatten(1))
+    stored = MXFP4().tensors_of(parts.flatten(1))
     assert same_bits(MXFP4().widened(stored)["weight"], parts.flatten(1))
 
 

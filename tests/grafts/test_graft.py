@@ -257,7 +257,7 @@ def test_a_rounded_graft_says_so(form: str, make_base: Callable[..., Path]) -> N
 
 def test_a_graft_is_rounded_once(make_base: Callable[..., Path]) -> None:
     path = make_base("llama")
-    with pytest.raises(ConfigError, match="ends with no format: use :fp8, :fp8_dynamic, :int8, :int4"):
+    with pytest.raises(ConfigError, match="ends with no format: use :fp8, :fp8_dynamic, :int8, :int4, :awq, :gptq"):
         open_checkpoint(f"graft:{path}@llama-everything:fp7")
     with pytest.raises(ConfigError, match=r"quantization='int8': the checkpoint is quantised already .*leave it out"):
         LLM(f"graft:{path}@llama-everything:fp8", device="cpu", quantization="int8")

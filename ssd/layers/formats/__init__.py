@@ -47,6 +47,10 @@ class WeightFormat:
         """Stored tensors: the last part of their names in a checkpoint, and their full shapes."""
         return {"weight": (rows, depth)}
 
+    def tensors_of(self, weight: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """The tensors that a float weight is stored as, rounded where the format's codes are no floats."""
+        return {"weight": weight}
+
     def share(self, tensor: str, rows: slice, columns: slice) -> tuple[slice, ...]:
         """A rank's part of a stored tensor, for these rows and columns of the weight."""
         return rows, columns

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ssd.kernels.codes import Codes
-from ssd.layers.formats.packed import Packed, act_order, in_order
+from ssd.layers.formats.packed import Packed, act_order, in_order, rounded_to_four_bits
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,17 @@ class GPTQ(Packed):
 
     def order(self, stored: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         return act_order(stored.get("g_idx"), len(stored["qweight"]) * self.per_word, self.group, "g_idx")
+
+    def tensors_of(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Rounded to the nearest of 4 bits, with all zero points in the middle, and without act-order."""
+        group = self.group or weight.shape[1]
+        values, scales, zeros = rounded_to_four_bits(weight, group, symmetric=True)
+        return {
+            "qweight": self.words_of(values).t().contiguous(),
+            "qzeros": self.words_of(zeros.t() - self.zero_bias),
+            "scales": scales.t().contiguous(),
+            "g_idx": torch.arange(weight.shape[1], dtype=torch.int32, device=weight.device) // group,
+        }
 
     def codes(self, stored: Mapping[str, torch.Tensor]) -> Codes:
         values = self.unpacked(stored["qweight"].t())

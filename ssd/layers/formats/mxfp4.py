@@ -46,7 +46,7 @@ class MXFP4(Coded):
         scales = (exponents.int() << 23).view(torch.float32)  # an exponent of 0, 2^-127, is as good as zero
         return codes_of(halves, scales, None, "fp4", GROUP)
 
-    def stored(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    def tensors_of(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """A float weight, rounded: of each group the least power of two with which no number is above 6."""
         groups = weight.float().view(len(weight), -1, GROUP)
         fraction, exponent = (groups.abs().amax(2) / 6).clamp_min(2.0**-100).frexp()

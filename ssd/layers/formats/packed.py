@@ -60,6 +60,11 @@ class Packed(Coded):
         integers = words.contiguous().view(torch.uint8)
         return integers if self.per_word == 4 else torch.stack((integers & 15, integers >> 4), 2).flatten(1)
 
+    def words_of(self, integers: torch.Tensor) -> torch.Tensor:
+        """The inverse of `unpacked`."""
+        packed = integers if self.per_word == 4 else integers[:, ::2] | integers[:, 1::2] << 4
+        return packed.contiguous().view(torch.int32)
+
     def codes_from(self, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> Codes:
         """Codes of unsigned integers [rows, depth], with scales and zero points [rows, groups]."""
         middle = 1 << (bits_of(self.name) - 1)
@@ -70,6 +75,26 @@ class Packed(Coded):
         """At most: zero points in the middle of the range take no memory."""
         numbers = 2 if {"weight_zero_point", "qzeros"} & self.names else 1
         return rows * (depth * bits_of(self.name) // 8 + 4 * numbers * self.groups(depth))
+
+
+def rounded_to_four_bits(
+    weight: torch.Tensor, group: int, *, symmetric: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A float weight as integers from 0 to 15 (uint8 [rows, depth]), with scales (float16) and zero points (uint8)
+    [rows, groups]: (integer - zero point) * scale. Zeros stay zeros.
+
+    The range of a group, from its least to its largest number and with zero in it, has 15 steps; `symmetric`: the same
+    on both sides of zero, whose integer is 8 then.
+    """
+    groups = weight.float().view(len(weight), -1, group)
+    low, high = groups.amin(2).clamp_max(0), groups.amax(2).clamp_min(0)
+    span = 2 * torch.maximum(-low, high) if symmetric else high - low
+    scales = (span / 15).half()
+    scales = torch.where(scales == 0, 1.0, scales)
+    zeros = torch.full_like(low, 8.0) if symmetric else (-low / scales.float()).round().clamp(0, 15)
+    steps = (groups / scales.float()[:, :, None]).round()
+    integers = (steps + zeros[:, :, None]).clamp(0, 15).to(torch.uint8)
+    return integers.flatten(1), scales, zeros.to(torch.uint8)
 
 
 def in_order(values: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:

@@ -118,6 +118,11 @@ def _columns(codes: Codes, part: slice) -> Codes:
     return replace(codes, values=codes.values[:, part].contiguous(), scales=scales.contiguous(), depth=size)
 
 
+def is_around(name: str) -> bool:
+    """Whether this layer of a target keeps its type: the embedding, the head and routers do."""
+    return name.rpartition(".")[2] in _AROUND
+
+
 def rounded(form: str | None, stored: FormatOf = dense, *, exact: bool = False) -> FormatOf:
     """The formats of a checkpoint whose float weights are rounded to `form` when they are loaded.
 
@@ -132,7 +137,7 @@ def rounded(form: str | None, stored: FormatOf = dense, *, exact: bool = False) 
     chosen = Rounded(cast(TargetFormat, codes), exact=exact, keeps_dense=bool(kept))
 
     def format_of(name: str) -> WeightFormat:
-        found, around = stored(name), name.rpartition(".")[2] in _AROUND
+        found, around = stored(name), is_around(name)
         if exact and not around and found is not DENSE:
             raise ConfigError(
                 f"quantization={form!r}: the checkpoint is quantised already ({name} is {found.name}): leave it out"
