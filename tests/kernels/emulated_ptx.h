@@ -268,6 +268,7 @@ static int atomicAdd(int* p, int v) {
     *p += v;
     return before;
 }
+static int add_in_order(int* p, int v) { return atomicAdd(p, v); }
 static void store4(void* p, u32 v) { *(u32*)p = v; }
 
 template <typename Number>

@@ -27,19 +27,19 @@ def emulated(
     gated: bool = False,
     blocks: int = 2,
     share: int = 3,
-    splits: int = 1,
     stages: int = 3,
     seed: int = 0,
 ) -> torch.Tensor:
-    """`grouped_rows.linear` with float32 outputs."""
+    """`grouped_rows.linear` with float32 outputs. `blocks`: of threads, for each segment."""
     rows, variant = len(x), kernel.Variant.of(weight)
     tiles = next(each for each in kernel.TILES if 8 * each >= rows)
-    launch = kernel.Launch.made(weight, tiles, share, splits, stages)
+    launch = kernel.Launch.made(weight, tiles, share, stages)
     library = emulated_kernel(kernel.SOURCE, "product", variant.macros(tiles))
     y = torch.full((rows, weight.columns // (2 if gated else 1)), torch.nan)
-    sums = torch.full((splits * weight.words.shape[1] * 128 * tiles,), torch.nan)
+    sums = torch.full((launch.splits * weight.words.shape[1] * 128 * tiles,), torch.nan)
     params = kernel.params_of(weight, bias, y, sums, gated, launch)
     x_map = TensorMap(x.data_ptr(), rows, x.stride(0), weight.depth // 64, weight.block * weight.parts // 64, 8 * tiles)
+    blocks *= launch.splits
     assert library.launch(addresses(x_map, params), blocks, launch.threads, launch.shared, seed), "a wait is endless"
     assert weight.count is not None
     assert not weight.count.any()
@@ -93,17 +93,17 @@ def test_weights_are_widened(kind: CodeType, group: int, offsets: bool, numbers:
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("share", "splits", "blocks"),
-    mostly_slow([(2, 1, 2), (2, 4, 8), (3, 4, 4), (1, 4, 12)], fast=[(3, 4, 4)]),
+    ("share", "blocks"),
+    mostly_slow([(2, 2), (3, 1), (1, 3)], fast=[(3, 1)]),
 )
-def test_segments_are_added_in_order(share: int, splits: int, blocks: int) -> None:
-    """By one block of threads after each other, or by as many at the same time; the last segment is shorter."""
+def test_segments_are_added_in_order(share: int, blocks: int) -> None:
+    """By as many blocks of threads at the same time; the last segment is shorter."""
     codes = numbered_codes("uint4", 40, 4352, 32, True, "factors", CPU)
     weight, dense = pack(codes, torch.bfloat16), multiplied_weights(codes)
     assert weight.segment == 1280
     for rows in (1, 9):
         x = torch.randn(rows, 4352).bfloat16()
-        found = emulated(x, weight, None, share=share, splits=splits, blocks=blocks, stages=2, seed=rows)
+        found = emulated(x, weight, None, share=share, blocks=blocks, stages=2, seed=rows)
         assert same_bits(found, added_up(x, dense, 1280))
 
 

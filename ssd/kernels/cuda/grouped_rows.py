@@ -112,7 +112,7 @@ class Launch:
     """How blocks of threads multiply `share` strips of outputs with 8 `tiles` rows."""
 
     share: int
-    splits: int  # blocks of threads with a segment each; 1: one block computes all of them
+    splits: int  # segments: blocks of threads that share these strips
     x_stages: int  # of the ring of x
     stages: int  # of that of weights
     threads: int
@@ -123,13 +123,15 @@ class Launch:
         """Segments at the same time, and no more blocks of threads than multiprocessors, if warps are enough."""
         strips, splits = weight.words.shape[1], -(-weight.depth // weight.segment)
         share = share_of(strips, max(1, processors // splits), most_warps(tiles))
-        while (launch := cls.made(weight, tiles, share, splits)).stages < 2:
+        while (launch := cls.made(weight, tiles, share)).stages < 2:
             share //= 2
         return launch
 
     @classmethod
-    def made(cls, weight: PackedCodes, tiles: int, share: int, splits: int, most: int = _MAX_STAGES) -> Launch:
+    def made(cls, weight: PackedCodes, tiles: int, share: int, most: int = _MAX_STAGES) -> Launch:
+        """With up to `most` stages."""
         assert weight.numbers is not None
+        splits = -(-weight.depth // weight.segment)
         depth, blocks = weight.block * weight.parts, -(-weight.segment // (weight.block * weight.parts))
         most = min(most, blocks) if splits > 1 else most
         rows, size = tiles * 16 * depth, share * (64 * weight.block + weight.numbers.data.shape[2])  # bytes of a slot

@@ -465,7 +465,7 @@ extern "C" __global__ void __launch_bounds__(32 * (CONSUMERS + 2), 1) product(co
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     Tile* tiles = reinterpret_cast<Tile*>(memory + TILES_AT);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    if (threadIdx.x == 0) prepare(shared, STAGES, CONSUMERS, 1 + 32);
+    prepare(shared, STAGES, CONSUMERS, 1 + 32);
     if (!p.settled) wait_for_earlier_kernels();
     for (int i = threadIdx.x; i < p.num_tiles * p.halves; i += 32 * (CONSUMERS + 2)) {
         const int* tile = p.tiles + i / p.halves * 3;

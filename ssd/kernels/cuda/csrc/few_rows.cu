@@ -259,10 +259,8 @@ extern "C" __global__ void __launch_bounds__(32 * (AHEAD ? 4 + AHEAD * AHEAD_SHA
     Slots& slots = *reinterpret_cast<Slots*>(memory + SLOTS_AT);
     unsigned char* ring = memory + RING_AT;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), consumers = (p.share + 3) / 4 * 4;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < AHEAD; ++i) mbarrier_init(&slots.full[i], p.share), mbarrier_init(&slots.empty[i], 4);
-        prepare(barriers, p.stages, consumers);
-    }
+    if (const int i = threadIdx.x; i < AHEAD) mbarrier_init(&slots.full[i], p.share), mbarrier_init(&slots.empty[i], 4);
+    prepare(barriers, p.stages, consumers);  // its fence is for slots, too: there are as many stages at least
     __syncthreads();
     let_later_kernels_begin();
     const u32 wide = shared_address(ring + p.stages * stage_bytes(p));

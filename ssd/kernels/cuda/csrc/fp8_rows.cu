@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(32 * (MAX_SHARE / 2 + 1), 1)
     Barriers& barriers = *reinterpret_cast<Barriers*>(memory);
     unsigned char* ring = memory + RING_AT;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), consumers = (p.share + GROUP_UNITS - 1) / GROUP_UNITS * 4;
-    if (threadIdx.x == 0) prepare(barriers, p.stages, consumers);
+    prepare(barriers, p.stages, consumers);
     __syncthreads();
     let_later_kernels_begin();
     if (warp == consumers) {

@@ -8,8 +8,8 @@
 // tensor cores (`mma`). Sums of a segment of the depth are those of `linear.py`, to the bit: over the depth in one
 // order, sixteen at a time. Those of segments are added in their order.
 //
-// Where there are few outputs, several blocks of threads take the same strips, and each of them one segment. The last
-// warp that has a strip's sums reads those of the others from the L2, and adds them.
+// Where there are segments, several blocks of threads take the same strips, and each of them one segment. The last warp
+// that has a strip's sums reads those of the others from the L2, and adds them.
 //
 // Macros: FORMAT (0: fp8, 1: int8, 2: uint4), DEPTH (of a block), GROUP (weights of a scale), NUMBERS (how scales are
 // stored, see `GroupNumbers`), OFFSETS (whether groups have offsets), TILES, MAX_WARPS (consumers).
@@ -43,7 +43,7 @@ struct Params {
     long long y_stride;
     int rows, columns, strips, blocks, share, x_stages, stages;
     int segment;         // blocks of a segment
-    int splits;          // blocks of threads that share a tile, a segment each; 1: each computes all segments
+    int splits;          // segments: blocks of threads that share a tile
     int gated, float32;  // whether rows of the weight alternate gate and up; whether y is float32
 };
 
@@ -241,8 +241,8 @@ struct Part {
     int first, blocks;
 };
 __device__ __forceinline__ Part own_part(const Params& p) {
-    const int first = p.splits > 1 ? blockIdx.x % p.splits * p.segment : 0;
-    return {first, min(p.splits > 1 ? p.segment : p.blocks, p.blocks - first)};
+    const int first = blockIdx.x % p.splits * p.segment;
+    return {first, min(p.segment, p.blocks - first)};
 }
 
 // Stores the sums of a segment of a strip. The last warp to do so adds those of all segments.
@@ -253,12 +253,11 @@ __device__ __forceinline__ bool added(const Params& p, float (&sums)[SUMS], int 
     for (int i = 0; i < SUMS; i += 4)
         store16(mine + i * 8, make_uint4(__float_as_uint(sums[i]), __float_as_uint(sums[i + 1]),
                                          __float_as_uint(sums[i + 2]), __float_as_uint(sums[i + 3])));
-    __threadfence();
     __syncwarp();
     int before = 0;
-    if (lane == 0) before = atomicAdd(p.count + strip, 1);
+    if (lane == 0) before = add_in_order(p.count + strip, 1);
     if (__shfl_sync(~0u, before, 0) < p.splits - 1) return false;
-    __threadfence();
+    __syncwarp();
     if (lane == 0) p.count[strip] = 0;
     for (int split = 0; split < p.splits; ++split)
 #pragma unroll
@@ -278,8 +277,8 @@ __device__ __forceinline__ void consume(const Params& p, Rings& rings, u32 ring,
     const u32 numbers = weights + p.share * STRIP_BYTES + strip * NUMBER_BYTES;
     const u32 table = weights + p.stages * size + strip * TABLE_BYTES, own_table = table + lane / 4 * 2 * ENTRY_BYTES;
     const u32 own_x = ring + lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;  // of the swizzled box, see `Rows`
-    const Part part = own_part(p);
-    float sums[SUMS], total[SUMS];
+    const int blocks = own_part(p).blocks;
+    float sums[SUMS];
     Scales<1> of_outputs(nullptr, 0, lane);
     Ring at, at_x;
     for (int first = blockIdx.x / p.splits * p.share; first < p.strips; first += step) {
@@ -293,38 +292,32 @@ __device__ __forceinline__ void consume(const Params& p, Rings& rings, u32 ring,
         one.load_words<0>(codes + at.stage * size);
         decode(numbers + at.stage * size, table, lane);
         one.load_scales<0>(own_table);
-        for (int start = 0; start < part.blocks; start += p.segment) {
-            const int end = min(start + p.segment, part.blocks);
 #pragma unroll
-            for (int i = 0; i < SUMS; ++i) sums[i] = 0.0f;
-            for (int i = start; i < end; ++i, at_x.next(p.x_stages)) {
-                other.load_words<1>(codes + at.stage * size);
-                other.load_scales<1>(own_table);
-                const u32 x = own_x + at_x.stage * X_BYTES;
-                wait(&rings.x.full[at_x.stage], at_x.parity);
-                __syncwarp();
-                rows.load<0>(x);
-                multiply<0, 0>(sums, one, rows, x);
-                release(true, &rings.weight.empty[at.stage]);
-                at.next(p.stages);
-                // The next block, if there is one. (Else what is read is not used.)
-                if (i + 1 < part.blocks) wait(&rings.weight.full[at.stage], at.parity);
-                __syncwarp();
-                one.load_words<0>(codes + at.stage * size);
-                rows.load<1>(x);
-                decode(numbers + at.stage * size, table, lane);
-                one.load_scales<0>(own_table);
-                multiply<1, 0>(sums, other, rows, x);
-                release(true, &rings.x.empty[at_x.stage]);
-            }
-#pragma unroll
-            for (int i = 0; i < SUMS; ++i) {
-                const float sum = __fmul_rn(sums[i], 1 / SMALL);
-                total[i] = start ? __fadd_rn(total[i], sum) : sum;
-            }
+        for (int i = 0; i < SUMS; ++i) sums[i] = 0.0f;
+        for (int i = 0; i < blocks; ++i, at_x.next(p.x_stages)) {
+            other.load_words<1>(codes + at.stage * size);
+            other.load_scales<1>(own_table);
+            const u32 x = own_x + at_x.stage * X_BYTES;
+            wait(&rings.x.full[at_x.stage], at_x.parity);
+            __syncwarp();
+            rows.load<0>(x);
+            multiply<0, 0>(sums, one, rows, x);
+            release(true, &rings.weight.empty[at.stage]);
+            at.next(p.stages);
+            // The next block, if there is one. (Else what is read is not used.)
+            if (i + 1 < blocks) wait(&rings.weight.full[at.stage], at.parity);
+            __syncwarp();
+            one.load_words<0>(codes + at.stage * size);
+            rows.load<1>(x);
+            decode(numbers + at.stage * size, table, lane);
+            one.load_scales<0>(own_table);
+            multiply<1, 0>(sums, other, rows, x);
+            release(true, &rings.x.empty[at_x.stage]);
         }
-        if (there && (p.splits == 1 || added(p, total, first + strip, lane)))
-            finish(p, total, of_outputs.biases, output, lane);
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) sums[i] = __fmul_rn(sums[i], 1 / SMALL);
+        if (there && (p.splits == 1 || added(p, sums, first + strip, lane)))
+            finish(p, sums, of_outputs.biases, output, lane);
     }
 }
 
@@ -373,10 +366,8 @@ extern "C" __global__ void __launch_bounds__(32 * (MAX_WARPS + 1), 1)
     Rings& rings = *reinterpret_cast<Rings*>(memory);
     unsigned char* ring = memory + RING_AT;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    if (threadIdx.x == 0) {
-        prepare(rings.x, p.x_stages, p.share);
-        prepare(rings.weight, p.stages, p.share);
-    }
+    prepare(rings.x, p.x_stages, p.share);
+    prepare(rings.weight, p.stages, p.share);
     __syncthreads();
     let_later_kernels_begin();
     if (warp == p.share) {

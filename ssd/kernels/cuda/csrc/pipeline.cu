@@ -38,13 +38,13 @@ struct Fill {
         if (++block == blocks) block = 0, tile += grid;
     }
 };
-// Initialises the barriers; called by one thread, before __syncthreads(). `consumers`: warps that release a slot,
+// Initialises the barriers; called by all threads, before __syncthreads(). `consumers`: warps that release a slot,
 // `arrivals`: arrivals (beside the bytes of copies) that make a slot full.
 __device__ __forceinline__ void prepare(Barriers& barriers, int stages, int consumers, int arrivals = 1) {
-    for (int i = 0; i < stages; ++i) {
-        mbarrier_init(&barriers.full[i], arrivals);
-        mbarrier_init(&barriers.empty[i], consumers);
-    }
+    const int i = threadIdx.x;
+    if (i >= stages) return;
+    mbarrier_init(&barriers.full[i], arrivals);
+    mbarrier_init(&barriers.empty[i], consumers);
     mbarriers_are_ready();
 }
 

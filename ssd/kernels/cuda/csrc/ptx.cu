@@ -142,6 +142,13 @@ __device__ __forceinline__ void store16(void* p, uint4 v) {
     asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
 }
+// Adds to a number, and returns what it was. Others that find the sum see what this thread has written, or knows to be
+// written, and it sees what they had written. (A fence before and one after would wait for the memory twice.)
+__device__ __forceinline__ int add_in_order(int* p, int v) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
+    return before;
+}
 // Reads 16 bytes if `wanted`; v is left as it is otherwise.
 __device__ __forceinline__ void load16_if(bool wanted, const void* p, uint4& v) {
     asm volatile("{\n.reg .pred q;\nsetp.ne.u32 q, %5, 0;\n@q ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];\n}"
