@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from ssd.kernels.codes import Codes, CodeType, bits_of
 from ssd.kernels.ops import Branches, DeviceBatch, ExpertOutputs, HeadShape, Rope, TreePaths
-from ssd.kernels.state import Candidates, StateView, TreeRows
+from ssd.kernels.state import Candidates, LastRows, StateView, TreeRows
 from ssd.kernels.triton import (
     attention,
     elementwise,
@@ -288,8 +288,10 @@ def test_what_is_between_products(architecture: int, dtype: torch.dtype) -> None
     rows = {"row_work": ints(8), "slots": ints(4), "query_start": ints(5), "positions": ints(8)}
     kept = empty(9, 5, 4096, dtype=dtype)
     features.shift_and_keep(hidden, slot_mapping=ints(8), start=ints(9), kept=kept, **rows)
-    tree = TreeRows(ints(4), ints(8), ints(9))
+    tree = TreeRows(ints(4), ints(8), LastRows(ints(9), ints(9, 5)))
     features.shift_and_keep(hidden, slot_mapping=ints(8), start=ints(9), kept=kept, tree=tree, **rows)
+    for last in (None, tree.last):
+        features.before(kept, ints(4), ints(4), last, empty(4, 4096, dtype=dtype))
 
 
 def test_rounds_with_trees(architecture: int) -> None:
