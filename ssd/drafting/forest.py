@@ -268,10 +268,11 @@ class ForestRunner(DraftRunner):
         """Reads what was decided and the trees; logits after the last decided token of each sequence and its nodes."""
         n, reads, nodes, fixed = shape.sequences, shape.reads, len(self._place), self._pass(shape, -1)
         inputs, pad = self.buffers.inputs(branches=True), torch.nn.functional.pad
-        positions, slots = self.buffers.read_slots(shape, self._tables(shape))
+        reading = self.buffers.read_rows(shape, self._tables(shape))
+        tokens, positions, slots = (each.view(n, reads) for each in reading[:3])
         own = self._first_node + self._sequences[:n] * nodes + self._place
         fixed.fill(
-            torch.cat((inputs.tokens[:n, :reads], self._known(self._nodes[:n])), 1),
+            torch.cat((tokens, self._known(self._nodes[:n])), 1),
             torch.cat((torch.minimum(positions, length - 1), (length - 1 + read.depth)[:, 1:]), 1),
             torch.cat((slots, self._slots[own]), 1),
             length,

@@ -80,7 +80,7 @@ class HeadRunner(DraftRunner):
         for cache in self.kv[0]:
             cache[own[:, 0]] = cache[source]
 
-    def read(self, shape: RunShape, logit_rows: torch.Tensor | None) -> torch.Tensor:
+    def read(self, shape: RunShape, *, last: bool, beams: torch.Tensor | None = None) -> torch.Tensor:
         n, inputs = shape.sequences, self.buffers.inputs(branches=shape.branches)
         hidden = self._read_states(shape)
         if shape.branches:
@@ -90,7 +90,7 @@ class HeadRunner(DraftRunner):
         else:
             self.features.before(inputs.slots(n), inputs.first[:n], hidden[:, 0])
             self._keep_states(shape, 0)
-        logits = super().read(shape, logit_rows)
+        logits = super().read(shape, last=last, beams=beams)
         if not shape.branches:
             self._keep_states(shape, 1)
         return logits

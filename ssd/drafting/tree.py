@@ -37,6 +37,7 @@ class DraftTrees:
         self.state, self.parents = state, state.tree.parents
         self.beams = beams_of(state.drafts.shape[1])
         self._choice, self._kernels = choice, kernels(state.device).trees
+        self._known = choice.buffers.runner.vocab_size
 
     def begin(self, sequences: int, levels: int) -> None:
         total = self.beams + (levels - 1) * self.beams**2
@@ -49,16 +50,17 @@ class DraftTrees:
     def add(self, logits: torch.Tensor, rows: Rows, needs: Needs, following: torch.Tensor) -> torch.Tensor:
         """The next level: its candidates follow the rows of `logits`, of each sequence one, later its beams.
 
-        Writes the tokens of the new beams to `following`: int32 [sequences * beams]. Returns the rows (int64) that they
-        are behind.
+        Writes the tokens of the new beams to `following`: int32 [sequences * beams], as the draft knows them. Returns
+        the rows (int64) that they are behind.
         """
-        tokens, scores = self._choice.best(logits, rows, needs, MOST_BEAMS)
         above: torch.Tensor
         above, self._beams = self._kernels.grow(
-            *(tokens, scores, self._beams, self._candidates, following),
+            *(*self._choice.shortlist(logits, rows, needs, MOST_BEAMS), self._beams, self._candidates, following),
             first=self._count,
             children=self.beams,
+            ranks=MOST_BEAMS,
             vocab_size=self.state.vocab_size,
+            known=self._known,
         )
         self._count += len(logits) // len(self._candidates.scores) * self.beams
         return above
