@@ -208,8 +208,8 @@ class ArmTimes:
         return sorted(usual, key=lambda arm: (("sd", "ar", "suffix", "ssd", "tree").index(arm.mode), -arm.nodes))
 
     def _is_cheap(self, arm: Arm) -> bool:
-        """Whether it is measured whatever that costs. In large batches a few rounds of trees, or of plain decoding, cost
-        more than is gained in a short time."""
+        """Whether it is measured whatever that costs. In large batches a few rounds of trees, or of plain decoding,
+        cost more than is gained in a short time."""
         return self.batch == 1 or self.batch * (1 + max(arm.nodes, self.best.lookahead)) <= _CHEAP_ROWS
 
     def like(self, arms: list[Arm], batch: int = 1) -> ArmTimes:

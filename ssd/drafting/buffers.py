@@ -322,8 +322,9 @@ class DraftBuffers:
         return torch.stack((sequence, first))
 
     def _new_reading(self, sequences: int, rows: int) -> Reading:
+        tokens, positions, mapping = (self._ints(rows) for _ in range(3))
         last = torch.zeros(sequences, dtype=torch.int64, device=self.device)
-        return Reading(*(self._ints(size) for size in (rows, rows, rows, sequences, sequences)), last)
+        return Reading(tokens, positions, mapping, self._ints(sequences), self._ints(sequences), last)
 
     def _ints(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=self.device)

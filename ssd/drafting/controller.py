@@ -231,8 +231,8 @@ class DepthController(Drafter):
             near = min(self._times, key=lambda other: abs(other - size), default=None)
             arms = arms_for(self._arms, 1 << size)
             batch = 1 << size if any(arm.nodes for arm in self._arms) else 1
-            made = ArmTimes(arms, self._rates.accepted, batch=batch) if near is None else None
-            self._times[size] = made or self._times[near].like(arms, batch)
+            fresh = ArmTimes(arms, self._rates.accepted, batch=batch)
+            self._times[size] = fresh if near is None else self._times[near].like(arms, batch)
         return self._times[size]
 
 

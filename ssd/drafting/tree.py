@@ -48,21 +48,26 @@ class DraftTrees:
         self._count = 0
 
     def add(self, logits: torch.Tensor, rows: Rows, needs: Needs, following: torch.Tensor) -> torch.Tensor:
-        """The next level: its candidates follow the rows of `logits`, of each sequence one, later its beams.
+        """The next level: its candidates follow the rows of `logits`, of each sequence one, later its beams, or one
+        that all of them have.
 
         Writes the tokens of the new beams to `following`: int32 [sequences * beams], as the draft knows them. Returns
         the rows (int64) that they are behind.
         """
+        tokens, scores, ids = self._choice.shortlist(logits, rows, needs, MOST_BEAMS)
+        width = 1 if self._beams is None else self.beams
+        if len(tokens) < len(self._candidates.scores) * width:
+            tokens, scores = (each.repeat_interleave(width, dim=0) for each in (tokens, scores))
         above: torch.Tensor
         above, self._beams = self._kernels.grow(
-            *(*self._choice.shortlist(logits, rows, needs, MOST_BEAMS), self._beams, self._candidates, following),
+            *(tokens, scores, ids, self._beams, self._candidates, following),
             first=self._count,
             children=self.beams,
             ranks=MOST_BEAMS,
             vocab_size=self.state.vocab_size,
             known=self._known,
         )
-        self._count += len(logits) // len(self._candidates.scores) * self.beams
+        self._count += width * self.beams
         return above
 
     def store(self, slots: torch.Tensor, origin: int) -> None:

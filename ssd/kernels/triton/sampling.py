@@ -571,8 +571,14 @@ def best(
 
     The constants are those of the noise generator, as signed int64.
     """
-    given = {"truncated": truncated, "count": count, "excluded": excluded, "ids": ids, "constants": constants}
-    listed, listed_scores, ids = shortlist(logits, columns, slots, positions, **given)
+    listed, listed_scores, ids = shortlist(
+        *(logits, columns, slots, positions),
+        truncated=truncated,
+        count=count,
+        excluded=excluded,
+        ids=ids,
+        constants=constants,
+    )
     rows, num = listed.shape
     tokens = torch.empty((rows, count), dtype=torch.int32, device=logits.device)
     scores = torch.empty((rows, count), dtype=torch.float32, device=logits.device)
