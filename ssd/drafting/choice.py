@@ -78,21 +78,10 @@ class TokenChoice:
         self, logits: torch.Tensor, rows: Rows, needs: Needs, count: int, excluded: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Sampler.best`, of tokens that the target has."""
-        own, ids = self._named(logits, needs)
-        return self.sampler.best(own, rows, needs, count, excluded, ids)
-
-    def shortlist(
-        self, logits: torch.Tensor, rows: Rows, needs: Needs, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """As `Sampler.shortlist`, of tokens that the target has."""
-        own, ids = self._named(logits, needs)
-        return self.sampler.shortlist(own, rows, needs, count, ids)
-
-    def _named(self, logits: torch.Tensor, needs: Needs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits and the ids of their tokens; adjustments know no ids."""
         if needs.adjusted:
-            return self._in_target_vocabulary(logits), None
-        return logits[:, : self.buffers.state.vocab_size], self._ids
+            return self.sampler.best(self._in_target_vocabulary(logits), rows, needs, count, excluded)
+        own = logits[:, : self.buffers.state.vocab_size]
+        return self.sampler.best(own, rows, needs, count, excluded, self._ids)
 
     def _in_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """Bias, penalties and the rejection rule need logits of all tokens that the target has, and of no others."""

@@ -54,16 +54,15 @@ class DraftTrees:
         Writes the tokens of the new beams to `following`: int32 [sequences * beams], as the draft knows them. Returns
         the rows (int64) that they are behind.
         """
-        tokens, scores, ids = self._choice.shortlist(logits, rows, needs, MOST_BEAMS)
+        tokens, scores = self._choice.best(logits, rows, needs, MOST_BEAMS)
         width = 1 if self._beams is None else self.beams
         if len(tokens) < len(self._candidates.scores) * width:
             tokens, scores = (each.repeat_interleave(width, dim=0) for each in (tokens, scores))
         above: torch.Tensor
         above, self._beams = self._kernels.grow(
-            *(tokens, scores, ids, self._beams, self._candidates, following),
+            *(tokens, scores, self._beams, self._candidates, following),
             first=self._count,
             children=self.beams,
-            ranks=MOST_BEAMS,
             vocab_size=self.state.vocab_size,
             known=self._known,
         )

@@ -11,10 +11,10 @@ On CUDA everything but `SamplingColumns.set` can be captured in a graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -203,41 +203,21 @@ class Sampler:
         `ids` (int32 [V]): those of the tokens whose logits are given; None: they are numbered. Which of two is the
         lower one is a question of their places in `logits`. Adjustments know no ids.
         """
-        kernel = kernels(logits.device).sampling.best
-        found: tuple[torch.Tensor, torch.Tensor] = self._found(kernel, logits, rows, needs, count, excluded, ids)
-        return found
-
-    def shortlist(
-        self, logits: torch.Tensor, rows: Rows, needs: Needs, count: int, ids: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Tokens and scores, [R, some], among which are those of `best`: for kernels that select them. The third is
-        the ids of these tokens, if they have others than they are listed with."""
-        kernel = kernels(logits.device).sampling.shortlist
-        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-        found = self._found(kernel, logits, rows, needs, count, None, ids)
-        return found
-
-    def _found(
-        self,
-        kernel: Callable[..., Any],
-        logits: torch.Tensor,
-        rows: Rows,
-        needs: Needs,
-        count: int,
-        excluded: torch.Tensor | None,
-        ids: torch.Tensor | None,
-    ) -> Any:
         assert ids is None or not needs.adjusted
         if needs.adjusted:
             self.adjust(logits, rows)
-        return kernel(
-            *(logits, self.columns, rows.slots, rows.positions),
+        found: tuple[torch.Tensor, torch.Tensor] = kernels(logits.device).sampling.best(
+            logits,
+            self.columns,
+            rows.slots,
+            rows.positions,
             truncated=needs.truncated,
             count=count,
             excluded=excluded,
             ids=ids,
             constants=noise.constants(),
         )
+        return found
 
     def distribution(self, logits: torch.Tensor, rows: Rows, needs: Needs) -> torch.Tensor:
         """The distribution of each row: float64 [R, V] (greedy: MIN_TEMPERATURE). `needs.adjusted` changes logits."""

@@ -339,13 +339,22 @@ def test_rounds_with_trees(architecture: int) -> None:
 def test_levels_of_trees(architecture: int) -> None:
     """The choice of tokens in a draft's own vocabulary, then the beams."""
     columns, n = SamplingColumns(4, 128256, META), 2
-    logits, options = empty(8 * n, 32000, dtype=torch.float32), {"count": 8, "constants": noise.constants()}
-    given = logits, columns, ints(8 * n), ints(8 * n)
-    sampling.best(*given, truncated=True, excluded=ints(8 * n), ids=ints(32000), **options)
-    tokens, scores, ids = sampling.shortlist(*given, truncated=False, excluded=None, ids=ints(32000), **options)
+    for truncated, excluded in ((False, None), (True, ints(8 * n))):
+        tokens, scores = sampling.best(
+            empty(8 * n, 32000, dtype=torch.float32),
+            columns,
+            ints(8 * n),
+            ints(8 * n),
+            truncated=truncated,
+            count=8,
+            excluded=excluded,
+            ids=ints(32000),
+            constants=noise.constants(),
+        )
     candidates = Candidates(ints(n, 136), empty(n, 136, dtype=torch.float32), ints(n, 136))
-    following, sizes = ints(8 * n), {"children": 8, "ranks": 8, "vocab_size": 128256, "known": 128256}
-    _, beams = trees.grow(tokens[:n], scores[:n], ids, None, candidates, following, first=0, **sizes)
-    trees.grow(tokens, scores, ids, beams, candidates, following, first=8, **sizes)
+    first, following = (tokens[:n], scores[:n], None), ints(8 * n, 9)
+    _, beams = trees.grow(*first, candidates, following[:, 0], first=0, children=8, vocab_size=128256, known=128256)
+    later = tokens, scores, beams
+    trees.grow(*later, candidates, following[:, 1], first=8, children=8, vocab_size=128256, known=128256)
     slots, drafts = ints(n), ints(9, 32)
     trees.keep(candidates, slots, drafts, drafts, slots, origin=1)

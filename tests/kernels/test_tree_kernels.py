@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ from ssd.kernels.state import Candidates
 
 in_triton = pytest.importorskip("ssd.kernels.triton.trees", exc_type=ImportError)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-LISTED, RANKS, VOCAB, KNOWN = 24, 16, 500, 450
+RANKS, VOCAB, KNOWN = 16, 500, 450
 Level = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -22,30 +20,28 @@ def candidates(n: int, total: int, device: torch.device) -> Candidates:
 
 
 def level(rows: int) -> Level:
-    """The best tokens of some rows and others. Some rows have few, one has none, and one a logit that is infinite."""
-    scores = 3 * torch.randn(rows, LISTED)
-    tokens = torch.stack([torch.randperm(VOCAB)[:LISTED] for _ in range(rows)]).int()
+    """The best tokens of some rows. Some rows have few, one has none, and one is padding with anything in it."""
+    scores = 3 * torch.randn(rows, RANKS).sort(dim=1, descending=True).values
+    tokens = torch.randint(0, VOCAB, (rows, RANKS)).int()
     scores[0, 5:] = -torch.inf
     tokens[0, 5:] = 0
     if rows > 2:
         scores[1] = -torch.inf
-        scores[2, 3], tokens[2, 3] = torch.inf, -1
+        tokens[1, 0] = -1
+        scores[2, 3] = torch.nan
+        tokens[2, 4] = 1 << 30
     return tokens, scores
 
 
-def grown(
-    kernel: Any, levels: list[Level], ids: torch.Tensor | None, n: int, children: int, device: torch.device
-) -> tuple[Candidates, list]:
+def grown(kernel: object, levels: list[Level], n: int, children: int, device: torch.device) -> tuple[Candidates, list]:
     found, beams, first = candidates(n, children + (len(levels) - 1) * children**2, device), None, 0
     outputs = []
     for tokens, scores in levels:
         following = torch.full((n * children, 3), -9, dtype=torch.int32, device=device)
         rows, beams = kernel.grow(
-            *(tokens.to(device), scores.to(device), None if ids is None else ids.to(device)),
-            *(beams, found, following[:, 1]),
+            *(tokens.to(device), scores.to(device), beams, found, following[:, 1]),
             first=first,
             children=children,
-            ranks=RANKS,
             vocab_size=VOCAB,
             known=KNOWN,
         )
@@ -56,14 +52,11 @@ def grown(
 
 @pytest.mark.parametrize("children", [1, 3, 8])
 @pytest.mark.parametrize("n", [1, 4])
-@pytest.mark.parametrize("named", [False, True])
-def test_levels(n: int, children: int, named: bool) -> None:
-    """Of tokens that are numbered, and of those that have ids."""
+def test_levels(n: int, children: int) -> None:
     torch.manual_seed(10 * n + children)
-    ids = torch.randperm(VOCAB).int() if named else None
     levels = [level(n), level(n * children), level(n * children)]
     expected, found = (
-        grown(kernel, levels, ids, n, children, device)
+        grown(kernel, levels, n, children, device)
         for kernel, device in ((in_torch, torch.device("cpu")), (in_triton, DEVICE))
     )
     for own, other in zip(expected[1], found[1], strict=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -117,11 +116,6 @@ class Sampling:
             g=LAYOUTS["generator"].pack(golden=golden, mix1=mix1, mix2=mix2),
         )
         return tokens, values
-
-    def shortlist(
-        self, *given: Any, ids: torch.Tensor | None, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        return *self.best(*given, ids=ids, **options), None
 
 
 def _parts(chosen: torch.Tensor, vocab_size: int) -> Iterator[tuple[list[int], Part]]:

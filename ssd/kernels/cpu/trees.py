@@ -11,23 +11,17 @@ from ssd.kernels.state import Candidates
 def grow(
     tokens: torch.Tensor,
     scores: torch.Tensor,
-    ids: torch.Tensor | None,
     beams: tuple[torch.Tensor, torch.Tensor] | None,
     candidates: Candidates,
     following: torch.Tensor,
     *,
     first: int,
     children: int,
-    ranks: int,
     vocab_size: int,
     known: int,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     n = len(candidates.scores)
     width = len(scores) // n
-    scores, order = (each[:, :ranks] for each in scores.sort(dim=1, descending=True, stable=True))
-    tokens = tokens.gather(1, order)
-    tokens = tokens if ids is None else torch.where(tokens < 0, tokens, ids[tokens.clamp(min=0)])
-    tokens = torch.where(scores > -torch.inf, tokens, 0)
     found = scores.log_softmax(-1).view(n, width, -1)[:, :, :children]
     above = torch.full((n, width), -1, dtype=torch.int32, device=scores.device)
     if beams is not None:

@@ -571,44 +571,14 @@ def best(
 
     The constants are those of the noise generator, as signed int64.
     """
-    listed, listed_scores, ids = shortlist(
-        *(logits, columns, slots, positions),
-        truncated=truncated,
-        count=count,
-        excluded=excluded,
-        ids=ids,
-        constants=constants,
-    )
-    rows, num = listed.shape
-    tokens = torch.empty((rows, count), dtype=torch.int32, device=logits.device)
-    scores = torch.empty((rows, count), dtype=torch.float32, device=logits.device)
-    if rows:
-        merged = triton.next_power_of_2(num)
-        _merge_kernel[(rows,)](slots, listed, listed_scores, ids, tokens, scores, num, COUNT=count, BLOCK=merged)
-    return tokens, scores
-
-
-def shortlist(
-    logits: torch.Tensor,
-    columns: Columns,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    *,
-    truncated: bool,
-    count: int,
-    excluded: torch.Tensor | None,
-    ids: torch.Tensor | None,
-    constants: tuple[int, int, int],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The best tokens of each part of the vocabulary and their scores, which have those of `best` among them; tokens
-    are places in `logits`. The third is `ids`."""
     rows, vocab_size = logits.shape
     assert all(each.is_contiguous() for each in (slots, positions))
     chunks = triton.cdiv(vocab_size, _BLOCK)
-    tokens = torch.empty((rows, chunks * count), dtype=torch.int32, device=logits.device)
-    scores = torch.empty((rows, chunks * count), dtype=torch.float32, device=logits.device)
+    shapes = ((rows, chunks * count), (rows, count))
+    chunk_tokens, tokens = (torch.empty(shape, dtype=torch.int32, device=logits.device) for shape in shapes)
+    chunk_scores, scores = (torch.empty(shape, dtype=torch.float32, device=logits.device) for shape in shapes)
     if not rows:
-        return tokens, scores, ids
+        return tokens, scores
     largest, scratch = _truncate(logits, columns, slots) if truncated else (None, None)
     bounds = None
     if rows >= _BOUNDED_ROWS and not truncated and excluded is None:
@@ -623,7 +593,7 @@ def shortlist(
     _score_kernel[(rows, chunks)](
         *(logits, bounds, largest, scratch, slots, positions, excluded, ids),
         *(columns.seed_key, columns.temperature, columns.log_min_p, columns.top_k, columns.top_p),
-        *(tokens, scores, logits.stride(0), columns.flags.stride(0), vocab_size),
+        *(chunk_tokens, chunk_scores, logits.stride(0), columns.flags.stride(0), vocab_size),
         *constants,
         TRUNCATED=truncated,
         EXCLUDED=excluded is not None,
@@ -632,7 +602,11 @@ def shortlist(
         BLOCKS=triton.next_power_of_2(chunks),
         num_warps=_warps(rows),
     )
-    return tokens, scores, ids
+    merged = triton.next_power_of_2(chunks * count)
+    _merge_kernel[(rows,)](
+        slots, chunk_tokens, chunk_scores, ids, tokens, scores, chunks * count, COUNT=count, BLOCK=merged
+    )
+    return tokens, scores
 
 
 def _warps(rows: int) -> int:

@@ -9,46 +9,22 @@ import triton.language as tl
 from ssd.kernels.state import Candidates
 from ssd.kernels.triton.compile import compiling
 
-_GROW_WARPS = 4
 _BLOCK = 32  # candidates that all others are compared with at a time
-
-
-@triton.jit
-def _select(tokens_ptr, scores_ptr, ids_ptr, row, there, RANKS: tl.constexpr, LISTED: tl.constexpr, listed):
-    """The best tokens of some rows with their scores, [rows, RANKS], from lists; the lower token first where scores are
-    equal. Where there are no more of them, -inf with token 0."""
-    at = tl.arange(0, LISTED)
-    mask = there[:, None] & (at < listed)[None, :]
-    x = tl.load(scores_ptr + row[:, None] * listed + at[None, :], mask=mask, other=float("-inf"))
-    token = tl.load(tokens_ptr + row[:, None] * listed + at[None, :], mask=mask, other=2147483647)
-    rank = tl.arange(0, RANKS)[None, :]
-    scores = tl.full((row.shape[0], RANKS), float("-inf"), tl.float32)
-    found = tl.full((row.shape[0], RANKS), 0, tl.int32)
-    for i in tl.static_range(RANKS):
-        best = tl.max(x, axis=1)
-        chosen = tl.min(tl.where(x == best[:, None], token, 2147483647), axis=1)
-        scores = tl.where(rank == i, best[:, None], scores)
-        found = tl.where((rank == i) & (best > float("-inf"))[:, None], chosen[:, None], found)
-        x = tl.where(token == chosen[:, None], float("-inf"), x)
-    if ids_ptr is not None:
-        real = (scores > float("-inf")) & (found >= 0)
-        found = tl.where(real, tl.load(ids_ptr + found, mask=real, other=0), found)
-    return found, scores
 
 
 @triton.jit(do_not_specialize=["first", "total", "stride"])
 def _grow_kernel(
-    tokens_ptr, scores_ptr, ids_ptr, best_ptr, chosen_ptr,
+    tokens_ptr, scores_ptr, best_ptr, chosen_ptr,
     all_tokens_ptr, all_scores_ptr, all_above_ptr, beam_tokens_ptr, rows_ptr, next_best_ptr, next_chosen_ptr,
-    listed, first, total, stride, vocab_size, known,
-    WIDTH: tl.constexpr, RANKS: tl.constexpr, CHILDREN: tl.constexpr, BLOCK: tl.constexpr, LISTED: tl.constexpr,
+    first, total, stride, vocab_size, known,
+    WIDTH: tl.constexpr, RANKS: tl.constexpr, CHILDREN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One sequence: WIDTH rows with RANKS tokens each, of which the first CHILDREN are candidates."""
     sequence = tl.program_id(0).to(tl.int64)
     w = tl.arange(0, BLOCK)
     c = tl.arange(0, RANKS)
     row = sequence * WIDTH + w
-    token, x = _select(tokens_ptr, scores_ptr, ids_ptr, row, w < WIDTH, RANKS, LISTED, listed)
+    x = tl.load(scores_ptr + row[:, None] * RANKS + c[None, :], mask=(w < WIDTH)[:, None], other=float("-inf"))
     x -= tl.max(x, axis=1)[:, None]
     x -= tl.log(tl.sum(tl.exp(x), axis=1))[:, None]
     above = tl.full((BLOCK,), -1, tl.int32)
@@ -57,6 +33,7 @@ def _grow_kernel(
         x += tl.load(best_ptr + beam, mask=w < WIDTH, other=0.0)[:, None]
         above = tl.load(chosen_ptr + beam, mask=w < WIDTH, other=0)
     x = tl.where(x == x, x, float("-inf"))
+    token = tl.load(tokens_ptr + row[:, None] * RANKS + c[None, :], mask=(w < WIDTH)[:, None], other=0)
     token = tl.minimum(tl.maximum(token, 0), vocab_size - 1)  # rows of padding may have anything
     index = w[:, None] * CHILDREN + c[None, :]
     free = (w < WIDTH)[:, None] & (c < CHILDREN)[None, :]
@@ -81,24 +58,21 @@ def _grow_kernel(
 def grow(
     tokens: torch.Tensor,
     scores: torch.Tensor,
-    ids: torch.Tensor | None,
     beams: tuple[torch.Tensor, torch.Tensor] | None,
     candidates: Candidates,
     following: torch.Tensor,
     *,
     first: int,
     children: int,
-    ranks: int,
     vocab_size: int,
     known: int,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """The next level of some trees, from the tokens of its rows, their scores and ids as `Sampler.shortlist` has them.
+    """The next level of some trees, from the best tokens of its rows and their scores: [rows, ranks].
 
-    `beams`: scores of the rows, and which candidates they are; None: each sequence has one row, the root. A node's
-    siblings are the best tokens of its row, `ranks`. The first `children` of them become candidates, from `first` on;
-    the best of these, as many, are the next beams. Their tokens are written to `following`, int32 [sequences *
-    children]; those beyond `known`, the draft's vocabulary, as its last one. Returns the rows (int64) that they are
-    behind, and `beams` of the next level.
+    `beams`: scores of the rows, and which candidates they are; None: each sequence has one row, the root. Of each row
+    the first `children` tokens become candidates, from `first` on; the best of these, as many, are the next beams.
+    Their tokens are written to `following`, int32 [sequences * children]; those beyond `known`, the draft's vocabulary,
+    as its last one. Returns the rows (int64) that they are behind, and `beams` of the next level.
     """
     n, total = candidates.scores.shape
     device = scores.device
@@ -108,14 +82,13 @@ def grow(
     best = torch.empty((n, children), dtype=torch.float32, device=device)
     width = len(scores) // n
     _grow_kernel[(n,)](
-        *(tokens, scores, ids, *(beams or (None, None)), *candidates, following, rows, best, chosen),
-        *(scores.shape[1], first, total, following.stride(0), vocab_size, known),
+        *(tokens, scores, *(beams or (None, None)), *candidates, following, rows, best, chosen),
+        *(first, total, following.stride(0), vocab_size, known),
         WIDTH=width,
-        RANKS=ranks,
+        RANKS=scores.shape[1],
         CHILDREN=children,
         BLOCK=triton.next_power_of_2(width),
-        LISTED=triton.next_power_of_2(scores.shape[1]),
-        num_warps=_GROW_WARPS,
+        num_warps=1,
     )
     return rows, (best, chosen)
 
