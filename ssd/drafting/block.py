@@ -174,7 +174,7 @@ class BlockRunner(DraftRunner):
             states, logits = self._states(batch, n, levels)
             tokens, following = batch.token_ids.view(n, -1)[:, 0].contiguous(), self._following[: n * trees.beams]
             rows = beams = list(map(Rows, places.slots, places.positions))  # of each level
-            trees.begin(n, levels)
+            trees.begin(self.buffers.inputs(branches=False).slots(n), levels)
             if walk is not None:
                 walk.begin()
                 beams = list(map(Rows, *(each.repeat_interleave(trees.beams, dim=1) for each in places[:2])))
@@ -186,7 +186,7 @@ class BlockRunner(DraftRunner):
                 tokens = following
                 if walk is not None:
                     walk.follow(above)
-            trees.store(self.buffers.inputs(branches=False).slots(n), Origin.DRAFT)
+            trees.store(Origin.DRAFT)
 
     def _inputs(self, n: int, count: int, *, by_place: bool) -> tuple[DeviceBatch, Rows]:
         """The blocks of n sequences, and the tokens that they write: [n, count], or [count, n].

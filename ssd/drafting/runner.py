@@ -397,7 +397,7 @@ class DraftRunner:
         with torch.inference_mode():
             n, buffers = shape.sequences, self.buffers
             self._copy_inputs(n, False)
-            trees.begin(n, levels)
+            trees.begin(buffers.inputs(branches=False).slots(n), levels)
             beams, tokens = buffers.beam_rows(grown, levels - 1), buffers.beam_tokens(grown)
             logits = self.read(shape, last=True, beams=beams)
             above = trees.add(logits, buffers.read_decides(shape), shape.needs, tokens)
@@ -405,7 +405,7 @@ class DraftRunner:
                 self.follow_rows(above, trees.beams, depth)
                 logits = self._forward(shape, buffers.beam_batch(grown, depth, self._tables(shape), rows))
                 above = trees.add(logits, Rows(rows[3], rows[2]), shape.needs, tokens)
-            trees.store(buffers.inputs(branches=False).slots(n), Origin.DRAFT)
+            trees.store(Origin.DRAFT)
 
     def follow_rows(self, above: torch.Tensor, beams: int, depth: int) -> None:
         """Gives each row what the row above it has: the KV of `depth` tokens in branch slots."""

@@ -24,7 +24,7 @@ from eagle_observers import FEW
 from ssd import LLM, SamplingParams
 from ssd.core import Origin, Proposal, Work
 from ssd.drafting.fan_out import RANKS
-from ssd.drafting.tree import MOST_BEAMS
+from ssd.drafting.tree import MOST_BEAMS, SHARPNESS
 from ssd.sampling import noise
 
 PROMPTS = ragged_prompts(5, longest=40)
@@ -60,6 +60,8 @@ def ranked(
     if params.temperature:
         noises = noise.gumbel([noise.position_key(seed, position)], len(logits), logits.device)
         logits = logits / params.temperature + noises[0]
+    else:
+        logits *= SHARPNESS
     values, chosen = logits.topk(count)
     found = zip(chosen.tolist(), values.log_softmax(0).tolist(), strict=True)
     return [(token, score) for token, score in found if score > -torch.inf]

@@ -352,9 +352,9 @@ def test_levels_of_trees(architecture: int) -> None:
             constants=noise.constants(),
         )
     candidates = Candidates(ints(n, 136), empty(n, 136, dtype=torch.float32), ints(n, 136))
-    first, following = (tokens[:n], scores[:n], None), ints(8 * n, 9)
-    _, beams = trees.grow(*first, candidates, following[:, 0], first=0, children=8, vocab_size=128256, known=128256)
-    later = tokens, scores, beams
-    trees.grow(*later, candidates, following[:, 1], first=8, children=8, vocab_size=128256, known=128256)
+    own, following = (ints(n), columns.temperature), ints(8 * n, 9)
+    sizes = {"children": 8, "vocab_size": 128256, "known": 128256, "sharpness": 1.2}
+    _, beams = trees.grow(tokens[:n], scores[:n], *own, None, candidates, following[:, 0], first=0, **sizes)
+    trees.grow(tokens, scores, *own, beams, candidates, following[:, 1], first=8, **sizes)
     slots, drafts = ints(n), ints(9, 32)
     trees.keep(candidates, slots, drafts, drafts, slots, origin=1)

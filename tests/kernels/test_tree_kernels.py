@@ -36,14 +36,17 @@ def level(rows: int) -> Level:
 def grown(kernel: object, levels: list[Level], n: int, children: int, device: torch.device) -> tuple[Candidates, list]:
     found, beams, first = candidates(n, children + (len(levels) - 1) * children**2, device), None, 0
     outputs = []
+    columns = torch.tensor([[1, i % 2] for i in range(n + 1)], dtype=torch.float32)  # temperatures: 0, 1, 0, ...
     for tokens, scores in levels:
         following = torch.full((n * children, 3), -9, dtype=torch.int32, device=device)
         rows, beams = kernel.grow(
-            *(tokens.to(device), scores.to(device), beams, found, following[:, 1]),
+            *(tokens.to(device), scores.to(device), torch.arange(n, device=device).int() + 1),
+            *(columns[:, 1].to(device), beams, found, following[:, 1]),
             first=first,
             children=children,
             vocab_size=VOCAB,
             known=KNOWN,
+            sharpness=1.5,
         )
         outputs.append([each.cpu() for each in (following, rows, *beams)])
         first += len(scores) // n * children

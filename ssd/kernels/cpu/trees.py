@@ -11,6 +11,8 @@ from ssd.kernels.state import Candidates
 def grow(
     tokens: torch.Tensor,
     scores: torch.Tensor,
+    slots: torch.Tensor,
+    temperature: torch.Tensor,
     beams: tuple[torch.Tensor, torch.Tensor] | None,
     candidates: Candidates,
     following: torch.Tensor,
@@ -19,10 +21,12 @@ def grow(
     children: int,
     vocab_size: int,
     known: int,
+    sharpness: float,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     n = len(candidates.scores)
     width = len(scores) // n
-    found = scores.log_softmax(-1).view(n, width, -1)[:, :, :children]
+    factors = torch.where(temperature[slots.clamp(min=0)] == 0, sharpness, 1.0)[:, None, None]
+    found = (scores.view(n, width, -1) * factors).log_softmax(-1)[:, :, :children]
     above = torch.full((n, width), -1, dtype=torch.int32, device=scores.device)
     if beams is not None:
         found, above = found + beams[0][:, :, None], beams[1]
