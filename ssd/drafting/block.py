@@ -59,6 +59,8 @@ class BlockRows:
 class BlockRunner(DraftRunner):
     """Runs of a block draft. A run of `count` tokens is one piece."""
 
+    sharpness = 1.0  # a place's logits do not know the tokens before it: with 1.2, 1 % fewer tokens a round
+
     def __init__(self, model_runner: ModelRunner, shapes: RunShapes, *, graphs: bool) -> None:
         super().__init__(model_runner, replace(shapes, most_written_reads=1), graphs=graphs)
         draft = model_runner.decoder

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,7 +26,7 @@ from ssd.drafting.choice import TokenChoice
 from ssd.drafting.fan_out import RANKS, FanOut, OutcomeStatistics
 from ssd.drafting.graphs import PieceGraphs
 from ssd.drafting.shapes import RunShape, RunShapes
-from ssd.drafting.tree import DraftTrees
+from ssd.drafting.tree import SHARPNESS, DraftTrees
 from ssd.drafting.turns import Turns
 from ssd.execution.clock import Clock, StreamClock, now
 from ssd.execution.host_copy import HostCopy
@@ -106,6 +106,8 @@ class DraftRunner:
     that share the model.
     """
 
+    sharpness: ClassVar[float] = SHARPNESS  # see `DraftTrees`
+
     def __init__(
         self,
         model_runner: ModelRunner,
@@ -131,7 +133,7 @@ class DraftRunner:
         self.graphs = PieceGraphs(enabled=graphs and self.on_cuda, on_use=on_use, recordings=recordings)
         self.one_kernel: PersistentStep | None = None  # for steps of small batches, takes the whole GPU
         self.part: Part | None = None  # of the GPU, where small preparations compute beside the target
-        self.trees = DraftTrees(self.state, self.choice) if self.state.tree is not None else None
+        self.trees = DraftTrees(self.state, self.choice, self.sharpness) if self.state.tree is not None else None
         self._origins = HostCopy(self.state.origin)  # of the drafts looked up last
 
     # --- running ------------------------------------------------------------------------------------------------------

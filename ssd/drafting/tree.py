@@ -18,8 +18,8 @@ from ssd.kernels.state import Candidates
 from ssd.sampling.sampler import Needs, Rows
 
 MOST_BEAMS = 8  # of a sequence, and children of each
-# Factor on greedy scores: the target's best token is the draft's more often than the draft's probability says. Measured
-# with a bundled head, trees of 32 nodes: 1.2 gives 1 to 2 % more tokens a round; at T = 1 any factor gives fewer.
+# The target's best token is the draft's more often than the draft's probability says. Measured with a bundled head,
+# trees of 32 nodes: 1.2 gives 1 to 2 % more tokens a round; at T = 1 any factor gives fewer.
 SHARPNESS = 1.2
 
 
@@ -35,12 +35,13 @@ class DraftTrees:
     that are, are the best tree of so many nodes.
     """
 
-    def __init__(self, state: SequenceState, choice: TokenChoice) -> None:
+    def __init__(self, state: SequenceState, choice: TokenChoice, sharpness: float) -> None:
+        """`sharpness`: factor on greedy scores."""
         assert state.tree is not None
         self.state, self.parents = state, state.tree.parents
         self.beams = beams_of(state.drafts.shape[1])
         self._choice, self._kernels = choice, kernels(state.device).trees
-        self._known = choice.buffers.runner.vocab_size
+        self._sharpness, self._known = sharpness, choice.buffers.runner.vocab_size
 
     def begin(self, slots: torch.Tensor, levels: int) -> None:
         """The trees of the sequences in these slots."""
@@ -71,7 +72,7 @@ class DraftTrees:
             children=self.beams,
             vocab_size=self.state.vocab_size,
             known=self._known,
-            sharpness=SHARPNESS,
+            sharpness=self._sharpness,
         )
         self._count += width * self.beams
         return above
