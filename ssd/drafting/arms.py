@@ -33,6 +33,7 @@ _FIRST_INTERVAL = 24  # rounds before the first one that nothing requires; doubl
 _NEW_SIZE_INTERVAL = 8  # rounds before the trial of each mode at a new batch size
 _DRIFT = 1.4  # change of `level` after which the modes are compared again: all arms need not change alike
 _STRIDE = 4  # rounds between two choices
+_CHEAP_ROWS = 64  # rows of a verification up to which more of them cost little: trees and plain decoding are just tried
 _DEPTH_PENALTY = 0.015  # relative speed that each draft token after the shortest draft's must gain
 _MARGIN = 1.02  # expected speed-up that a change of arm needs
 _OPTIMISM = 1.08  # factor on an arm's expected speed for every trial since it was last measured
@@ -187,11 +188,12 @@ class ArmTimes:
     tried: dict[Arm, int] = field(default_factory=dict)  # number of the trial in which each arm was last measured
     credit: float = 0.0  # seconds that trials may lose by now
     least: Mapping[Arm, float] = field(default_factory=dict)  # seconds of a round at least, where that is known
+    batch: int = 1  # sequences, where there are trees at some sizes; 1: there are none
 
     def __post_init__(self) -> None:
         if not self.untried:
-            self.untried = self._representatives()
-            self.best = self.untried[0]
+            self.best, *others = self._representatives()
+            self.untried = [self.best, *filter(self._is_cheap, others)]
 
     @property
     def complete(self) -> bool:
@@ -205,16 +207,20 @@ class ArmTimes:
         usual = [arm for arm in self.arms if not arm.k or arm.nodes or arm.k == depths[len(depths) // 2]]
         return sorted(usual, key=lambda arm: (("sd", "ar", "suffix", "ssd", "tree").index(arm.mode), -arm.nodes))
 
-    def like(self, arms: list[Arm]) -> ArmTimes:
+    def _is_cheap(self, arm: Arm) -> bool:
+        """Whether it is measured whatever that costs. In large batches a few rounds of trees, or of plain decoding,
+        cost more than is gained in a short time."""
+        return self.batch == 1 or self.batch * (1 + max(arm.nodes, self.best.lookahead)) <= _CHEAP_ROWS
+
+    def like(self, arms: list[Arm], batch: int = 1) -> ArmTimes:
         """To start another batch size with, which has these arms: the same ratios, to be checked for the best arm of
         each mode and all trees, which cost more in larger batches."""
         known = {arm: s.mean for arm, s in self.seconds.items() if s.mean and arm in arms}
         seconds = {arm: replace(times_of(arm), mean=mean) for arm, mean in known.items()}
         if not seconds:
-            return ArmTimes(arms, self.accepted)
+            return ArmTimes(arms, self.accepted, batch=batch)
         best = self.best if self.best in arms else max(seconds, key=self.speed)
-        checked = [arm for arm in arms if arm in self._others() or arm.nodes]
-        return ArmTimes(
+        made = ArmTimes(
             arms,
             self.accepted,
             seconds,
@@ -223,10 +229,14 @@ class ArmTimes:
             ready=replace(self.ready),
             gain=replace(self.gain),
             found=replace(self.found),
-            untried=[arm for arm in checked if arm != best] or [best],
+            untried=[best],
             first_interval=_NEW_SIZE_INTERVAL,
             least=self.least,
+            batch=batch,
         )
+        checked = [arm for arm in arms if (arm in self._others() or arm.nodes) and made._is_cheap(arm)]
+        made.untried = [arm for arm in checked if arm != best] or [best]
+        return made
 
     def _others(self) -> list[Arm]:
         """The fastest known arm of each mode but the best arm's."""
@@ -261,7 +271,7 @@ class ArmTimes:
             slower = seconds / self.level / known.mean
             self.level *= 1 + (min(max(slower, 0.8), 1.25) - 1) / 16
             if not 1 / _DRIFT < self.level / self.checked_level < _DRIFT and not self.untried:
-                self.untried, self.first_interval = self._others(), _NEW_SIZE_INTERVAL
+                self.untried, self.first_interval = list(filter(self._is_cheap, self._others())), _NEW_SIZE_INTERVAL
                 self.checked_level = self.level
         if self.level is None:
             return
@@ -326,8 +336,13 @@ class ArmTimes:
             self.interval = min(2 * self.interval, _MAX_INTERVAL)
 
     def _trial_cost(self, arm: Arm) -> float:
-        """Seconds that a trial is expected to lose."""
-        return ((_SAMPLES if arm.varies else _MIN_SAMPLES) + SETTLING) * self._lost(arm, self._expected(arm))
+        """Seconds that a trial is expected to lose. Rounds that are not known, and not cheap, take at least as long as
+        those of the best arm, and in proportion to the rows that they verify."""
+        seconds = self._expected(arm)
+        if not self._is_cheap(arm) and not (arm in self.seconds and self.seconds[arm].last):
+            more = (1 + arm.lookahead) / (1 + self.best.lookahead)
+            seconds = max(seconds, self._expected(self.best) * max(1.0, more))
+        return ((_SAMPLES if arm.varies else _MIN_SAMPLES) + SETTLING) * self._lost(arm, seconds)
 
     def _can_win(self, arm: Arm) -> bool:
         """Whether it could be the fastest: SD if all drafts were accepted, SSD if every outcome were prepared.

@@ -38,12 +38,22 @@ class Indices(NamedTuple):
     """Index tensors of a shape."""
 
     place: torch.Tensor  # [reads]
-    before: torch.Tensor  # [sequences]: the row before each sequence's first token
     read_sequence: torch.Tensor  # [sequences * reads]: of each token that is read
     read_start: torch.Tensor  # [sequences + 1]
     read_tiles: torch.Tensor
     start: torch.Tensor  # [sequences + 1], of the rows
     tiles: torch.Tensor
+
+
+class Reading(NamedTuple):
+    """The rows of a reading, see `rounds.read_rows`."""
+
+    tokens: torch.Tensor  # of rows
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    context_len: torch.Tensor  # of sequences
+    decided: torch.Tensor
+    last: torch.Tensor
 
 
 class Inputs:
@@ -87,10 +97,11 @@ class DraftBuffers:
             for count in (rows, self.state.num_slots + 1)
         )
         self._rows = tuple(self._ints(rows) for _ in range(5))  # see `rounds.extend_rows`
+        self._beams = self._ints(4 * shapes.lookahead * rows if self.state.tree is not None else 0)
+        self._readings = {branches: self._new_reading(n, n * shapes.most_reads(branches)) for branches in (False, True)}
         self.first_slot = runner.scratch_slot  # of the rows; behind theirs are those of nodes, and one for padding
         self.padding_slot = runner.scratch_slot + shapes.scratch_slots - 1
         self._indices: dict[RunShape, Indices] = {}
-        self._reading: dict[tuple[int, int, bool], tuple[torch.Tensor, ...]] = {}  # see `_in_place`
 
     def inputs(self, *, branches: bool) -> Inputs:
         """Those of `branch`, or of `write`."""
@@ -166,45 +177,53 @@ class DraftBuffers:
         if self.states.numel():
             self.draft_states[self._inputs[False].slots(n)] = self.states[:n]
 
-    def read_batch(self, shape: RunShape, tables: Tables, logit_rows: torch.Tensor | None) -> DeviceBatch:
-        """Every sequence's new tokens, whose KV goes to the blocks."""
-        n, reads, indices = shape.sequences, shape.reads, self.indices(shape)
-        inputs, (positions, mapping) = self._inputs[shape.branches], self.read_slots(shape, tables)
-        tokens, positions, mapping, context = self._in_place(
-            (n, reads, shape.branches),
-            (inputs.tokens[:n, :reads].flatten(), positions.flatten(), mapping.flatten(), inputs.first[:n] + reads),
-        )
+    def read_batch(
+        self, shape: RunShape, tables: Tables, *, last: bool, beams: torch.Tensor | None = None
+    ) -> DeviceBatch:
+        """Every sequence's new tokens, whose KV goes to the blocks. `last`: logits are wanted after the last ones only.
+        `beams`: see `beam_rows`."""
+        indices, reading = self.indices(shape), self.read_rows(shape, tables, beams)
         return DeviceBatch(
-            token_ids=tokens,
-            positions=positions,
-            slot_mapping=mapping,
+            token_ids=reading.tokens,
+            positions=reading.positions,
+            slot_mapping=reading.slot_mapping,
             query_start=indices.read_start,
-            context_len=context,
-            logit_rows=logit_rows,
+            context_len=reading.context_len,
+            logit_rows=reading.last if last else None,
             tiles=indices.read_tiles,
             prefill_tiles=None,
             block_tables=tables.blocks[:, 1:],
             table_rows=tables.rows,
         )
 
-    def read_slots(self, shape: RunShape, tables: Tables) -> tuple[torch.Tensor, torch.Tensor]:
-        """Position and KV slot of every token that is read: [sequences, reads]."""
-        n, place, size = shape.sequences, self.indices(shape).place, self.runner.block_size
-        inputs = self._inputs[shape.branches]
-        positions = inputs.first[:n, None] + place
-        index = positions // size
-        blocks = tables.blocks[tables.rows[:, None], 1 + index]
-        real = (place < inputs.count[:n, None]) & (index < tables.blocks[tables.rows, :1])
-        return positions, torch.where(real, blocks * size + positions % size, self.padding_slot)
+    def read_rows(self, shape: RunShape, tables: Tables, beams: torch.Tensor | None = None) -> Reading:
+        """The rows of each sequence's new tokens, and (`beams`) those of the nodes behind them."""
+        n, inputs, reading = shape.sequences, self._inputs[shape.branches], self.reading(shape)
+        kernels(self.device).rounds.read_rows(
+            slots=inputs.slots(n),
+            first=inputs.first[:n],
+            count=inputs.count[:n],
+            given=inputs.tokens[:n],
+            tables=tables.blocks,
+            table_rows=tables.rows,
+            **reading._asdict(),
+            beams=beams,
+            padding_slot=self.padding_slot,
+            block_size=self.runner.block_size,
+            first_slot=self.first_slot,
+            slots_per_branch=self.shapes.lookahead,
+        )
+        return reading
 
-    def _in_place(self, key: tuple[int, int, bool], made: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Tensors that were just made; on a CPU where those of the same key were, since recordings know that place."""
-        if self.device.type != "cpu":
-            return made
-        kept = self._reading.setdefault(key, tuple(each.clone() for each in made))
-        for place, each in zip(kept, made, strict=True):
-            place.copy_(each)
-        return kept
+    def reading(self, shape: RunShape) -> Reading:
+        """What `read_rows` writes of a run of this shape."""
+        n, all_ = shape.sequences, self._readings[shape.branches]
+        rows, each = (tensor[: n * shape.reads] for tensor in all_[:3]), (tensor[:n] for tensor in all_[3:])
+        return Reading(*rows, *each)
+
+    def read_decides(self, shape: RunShape) -> Rows:
+        """The positions that the logits after the last tokens of a reading decide."""
+        return Rows(self._inputs[shape.branches].slots(shape.sequences), self.reading(shape).decided)
 
     def follow(self, above: torch.Tensor, beams: int, depth: int, states: torch.Tensor | None) -> None:
         """Gives each row the KV of `depth` tokens in the branch slots of the row that it follows (int64 [rows]), and
@@ -219,17 +238,15 @@ class DraftBuffers:
             states=states,
         )
 
-    def row_batch(self, shape: RunShape, depth: int, tables: Tables, beams: torch.Tensor | None = None) -> DeviceBatch:
-        """The newest token of every row, whose KV goes to the row's branch slots. `beams`: of rows that are those of
-        trees, how many of the tokens read are before each, but for the first: int32 [sequences, beams]."""
-        n, indices, branches = shape.sequences, self.indices(shape), shape.branches and beams is None
-        inputs, after = self._inputs[branches], self.after[:n, : shape.width] if branches else beams
+    def row_batch(self, shape: RunShape, depth: int, tables: Tables) -> DeviceBatch:
+        """The newest token of every row, whose KV goes to the row's branch slots."""
+        n, inputs = shape.sequences, self._inputs[shape.branches]
         tokens, positions, mapping, decided, slots = (column[: shape.rows] for column in self._rows)
         kernels(self.device).rounds.extend_rows(
             slots=inputs.slots(n),
             first=inputs.first[:n],
             count=inputs.count[:n],
-            after=after,
+            after=self.after[:n, : shape.width] if shape.branches else None,
             chain=self.chain,
             depth=depth,
             reads=self.shapes.reads,
@@ -242,8 +259,26 @@ class DraftBuffers:
             decided=decided,
             row_slots=slots,
         )
+        return self._branch_batch(shape, depth, tables, positions, mapping)
+
+    def beam_rows(self, shape: RunShape, depths: int) -> torch.Tensor | None:
+        """Positions, KV slots, positions decided and slots of sequences of a tree's beams: [depths, 4, rows]."""
+        rows = self._beams[: depths * 4 * shape.rows].view(depths, 4, shape.rows)
+        return rows if depths else None
+
+    def beam_batch(self, shape: RunShape, depth: int, tables: Tables, rows: torch.Tensor) -> DeviceBatch:
+        """The newest token of every beam, of which `beam_tokens` has been written. `rows`: those of this depth."""
+        return self._branch_batch(shape, depth, tables, rows[0], rows[1])
+
+    def beam_tokens(self, shape: RunShape) -> torch.Tensor:
+        return self._rows[0][: shape.rows]
+
+    def _branch_batch(
+        self, shape: RunShape, depth: int, tables: Tables, positions: torch.Tensor, mapping: torch.Tensor
+    ) -> DeviceBatch:
+        indices = self.indices(shape)
         return DeviceBatch(
-            token_ids=tokens,
+            token_ids=self._rows[0][: shape.rows],
             positions=positions,
             slot_mapping=mapping,
             query_start=indices.start,
@@ -270,7 +305,6 @@ class DraftBuffers:
             )
             self._indices[shape] = Indices(
                 place=place,
-                before=sequences[:-1].long() * shape.reads - 1,
                 read_sequence=sequences[:-1].long().repeat_interleave(shape.reads),
                 read_start=sequences * shape.reads,
                 read_tiles=self.tiles(shape.sequences, shape.reads),
@@ -286,6 +320,11 @@ class DraftBuffers:
         sequence = torch.arange(sequences, dtype=torch.int32, device=self.device).repeat_interleave(each)
         first = (torch.arange(each, dtype=torch.int32, device=self.device) * min(tile, queries)).repeat(sequences)
         return torch.stack((sequence, first))
+
+    def _new_reading(self, sequences: int, rows: int) -> Reading:
+        tokens, positions, mapping = (self._ints(rows) for _ in range(3))
+        last = torch.zeros(sequences, dtype=torch.int64, device=self.device)
+        return Reading(tokens, positions, mapping, self._ints(sequences), self._ints(sequences), last)
 
     def _ints(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=self.device)

@@ -230,7 +230,9 @@ class DepthController(Drafter):
         if size not in self._times:
             near = min(self._times, key=lambda other: abs(other - size), default=None)
             arms = arms_for(self._arms, 1 << size)
-            self._times[size] = ArmTimes(arms, self._rates.accepted) if near is None else self._times[near].like(arms)
+            batch = 1 << size if any(arm.nodes for arm in self._arms) else 1
+            fresh = ArmTimes(arms, self._rates.accepted, batch=batch)
+            self._times[size] = fresh if near is None else self._times[near].like(arms, batch)
         return self._times[size]
 
 

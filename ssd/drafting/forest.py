@@ -26,7 +26,7 @@ from ssd.core import Origin, SamplingParams
 from ssd.drafting.fan_out import RANKS, FanOut
 from ssd.drafting.runner import DraftRun, DraftRunner, StagedBranches
 from ssd.drafting.shapes import RunShape, RunShapes
-from ssd.drafting.tree import MOST_BEAMS, beams_of
+from ssd.drafting.tree import MOST_BEAMS, SHARPNESS, beams_of
 from ssd.execution.clock import now
 from ssd.execution.host_copy import HostCopy
 from ssd.execution.runner import ModelRunner
@@ -268,10 +268,11 @@ class ForestRunner(DraftRunner):
         """Reads what was decided and the trees; logits after the last decided token of each sequence and its nodes."""
         n, reads, nodes, fixed = shape.sequences, shape.reads, len(self._place), self._pass(shape, -1)
         inputs, pad = self.buffers.inputs(branches=True), torch.nn.functional.pad
-        positions, slots = self.buffers.read_slots(shape, self._tables(shape))
+        reading = self.buffers.read_rows(shape, self._tables(shape))
+        tokens, positions, slots = (each.view(n, reads) for each in reading[:3])
         own = self._first_node + self._sequences[:n] * nodes + self._place
         fixed.fill(
-            torch.cat((inputs.tokens[:n, :reads], self._known(self._nodes[:n])), 1),
+            torch.cat((tokens, self._known(self._nodes[:n])), 1),
             torch.cat((torch.minimum(positions, length - 1), (length - 1 + read.depth)[:, 1:]), 1),
             torch.cat((slots, self._slots[own]), 1),
             length,
@@ -310,7 +311,8 @@ class ForestRunner(DraftRunner):
     def _ranked(self, logits: torch.Tensor, rows: Rows, needs: Needs, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The best tokens that may follow each row, int32, and the logarithms of a softmax of their scores."""
         tokens, scores = self.choice.best(logits, rows, needs, count)
-        scores = scores.log_softmax(-1)
+        greedy = self.choice.sampler.columns.temperature[rows.slots.clamp(min=0)] == 0
+        scores = (scores * torch.where(greedy, SHARPNESS, 1.0)[:, None]).log_softmax(-1)
         # Rows of padding, and those of kernels that are only compiled, may have anything.
         return tokens.clamp(min=0, max=self.state.vocab_size - 1), torch.where(scores.isnan(), -torch.inf, scores)
 

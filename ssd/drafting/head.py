@@ -71,7 +71,7 @@ class HeadRunner(DraftRunner):
         tables, size = self.model_runner.tables.tensor, self.model_runner.block_size
         inputs = self.buffers.inputs(branches=True)
         slots, first = inputs.slots(n), inputs.first[:n]
-        self._before[:n].copy_(self.features.before(slots, first))
+        self.features.before(slots, first, self._before[:n])
         private, own = self._private_tables[:n], self._private[:n]
         private[:, 1 : tables.shape[1]].copy_(tables[slots, 1:])
         columns = 1 + first[:, None] // size + torch.arange(own.shape[1], device=self.device)
@@ -80,18 +80,17 @@ class HeadRunner(DraftRunner):
         for cache in self.kv[0]:
             cache[own[:, 0]] = cache[source]
 
-    def read(self, shape: RunShape, logit_rows: torch.Tensor | None) -> torch.Tensor:
+    def read(self, shape: RunShape, *, last: bool, beams: torch.Tensor | None = None) -> torch.Tensor:
         n, inputs = shape.sequences, self.buffers.inputs(branches=shape.branches)
         hidden = self._read_states(shape)
         if shape.branches:
             before, stored = self._before[:n, None], self.buffers.draft_states[inputs.slots(n), : shape.reads]
             hidden.copy_(stored + self._carry[: shape.reads] * (before - stored[:, :1]))
+            hidden[:, :1].copy_(before)
         else:
-            before = self.features.before(inputs.slots(n), inputs.first[:n])[:, None]
-        hidden[:, :1].copy_(before)
-        if not shape.branches:
+            self.features.before(inputs.slots(n), inputs.first[:n], hidden[:, 0])
             self._keep_states(shape, 0)
-        logits = super().read(shape, logit_rows)
+        logits = super().read(shape, last=last, beams=beams)
         if not shape.branches:
             self._keep_states(shape, 1)
         return logits

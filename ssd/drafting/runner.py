@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,7 +26,7 @@ from ssd.drafting.choice import TokenChoice
 from ssd.drafting.fan_out import RANKS, FanOut, OutcomeStatistics
 from ssd.drafting.graphs import PieceGraphs
 from ssd.drafting.shapes import RunShape, RunShapes
-from ssd.drafting.tree import DraftTrees
+from ssd.drafting.tree import SHARPNESS, DraftTrees
 from ssd.drafting.turns import Turns
 from ssd.execution.clock import Clock, StreamClock, now
 from ssd.execution.host_copy import HostCopy
@@ -106,6 +106,8 @@ class DraftRunner:
     that share the model.
     """
 
+    sharpness: ClassVar[float] = SHARPNESS  # see `DraftTrees`
+
     def __init__(
         self,
         model_runner: ModelRunner,
@@ -131,10 +133,7 @@ class DraftRunner:
         self.graphs = PieceGraphs(enabled=graphs and self.on_cuda, on_use=on_use, recordings=recordings)
         self.one_kernel: PersistentStep | None = None  # for steps of small batches, takes the whole GPU
         self.part: Part | None = None  # of the GPU, where small preparations compute beside the target
-        self.trees = DraftTrees(self.state, self.choice) if self.state.tree is not None else None
-        if self.trees is not None:
-            beams = shapes.max_sequences, self.trees.beams
-            self._behind = torch.zeros(beams, dtype=torch.int32, device=self.device)  # see `_grow`
+        self.trees = DraftTrees(self.state, self.choice, self.sharpness) if self.state.tree is not None else None
         self._origins = HostCopy(self.state.origin)  # of the drafts looked up last
 
     # --- running ------------------------------------------------------------------------------------------------------
@@ -166,7 +165,6 @@ class DraftRunner:
         """Writes trees of so many levels as the drafts of the sequences; `reads`: as in `write`."""
         shape, began = self.shapes.of(len(slots), reads, params), now(self.device)
         self._upload(slots, [0] * len(slots), shape)
-        self._stage(shape)
         self.graphs.launch(*self._tree(shape, levels))
         if origin is not Origin.DRAFT:
             self.state.origin.index_fill_(0, self.buffers.inputs(branches=False).slots(len(slots)).long(), origin)
@@ -386,10 +384,7 @@ class DraftRunner:
                 self._read_and_choose(shape)
 
     def _read_and_choose(self, shape: RunShape) -> None:
-        n, inputs = shape.sequences, self.buffers.inputs(branches=False)
-        count = inputs.count[:n].clamp(max=shape.reads)
-        logits = self.read(shape, self.buffers.indices(shape).before + count)
-        self.choice.choose(shape, 0, logits, Rows(inputs.slots(n), inputs.first[:n] + count))
+        self.choice.choose(shape, 0, self.read(shape, last=True), self.buffers.read_decides(shape))
 
     def _tree(self, shape: RunShape, levels: int) -> tuple[Hashable, Callable[[], None]]:
         """The key of a run that writes trees, and what it launches."""
@@ -403,19 +398,16 @@ class DraftRunner:
         """Reads the newest tokens, then the beams of each level but the last, whose KV is in branch slots."""
         with torch.inference_mode():
             n, buffers = shape.sequences, self.buffers
-            inputs, behind = buffers.inputs(branches=False), self._behind[:n]
-            count = inputs.count[:n].clamp(max=shape.reads)
-            behind.copy_((count - 1)[:, None].expand_as(behind))
-            trees.begin(n, levels)
-            logits = self.read(shape, buffers.indices(shape).before + count)
-            rows = Rows(inputs.slots(n), inputs.first[:n] + count)
-            tokens = buffers.chain[: grown.rows]
-            above = trees.add(logits, rows, shape.needs, tokens[:, 0])
-            for depth in range(levels - 1):
+            self._copy_inputs(n, False)
+            trees.begin(buffers.inputs(branches=False).slots(n), levels)
+            beams, tokens = buffers.beam_rows(grown, levels - 1), buffers.beam_tokens(grown)
+            logits = self.read(shape, last=True, beams=beams)
+            above = trees.add(logits, buffers.read_decides(shape), shape.needs, tokens)
+            for depth, rows in enumerate(() if beams is None else beams):
                 self.follow_rows(above, trees.beams, depth)
-                logits = self._forward(shape, buffers.row_batch(grown, depth, self._tables(shape), behind))
-                above = trees.add(logits, buffers.decided(grown), shape.needs, tokens[:, depth + 1])
-            trees.store(inputs.slots(n), Origin.DRAFT)
+                logits = self._forward(shape, buffers.beam_batch(grown, depth, self._tables(shape), rows))
+                above = trees.add(logits, Rows(rows[3], rows[2]), shape.needs, tokens)
+            trees.store(Origin.DRAFT)
 
     def follow_rows(self, above: torch.Tensor, beams: int, depth: int) -> None:
         """Gives each row what the row above it has: the KV of `depth` tokens in branch slots."""
@@ -429,7 +421,7 @@ class DraftRunner:
         following = inputs.tokens[:n, 1 : shape.reads + 1]  # the token after each token that is read
         excluded = torch.where(place + 1 < count, following, -1).flatten()
         rows = Rows(inputs.slots(n)[buffers.indices(shape).read_sequence], (first + place + 1).flatten())
-        ranked = self.choice.rank(self.read(shape, None), rows, shape.needs, excluded)
+        ranked = self.choice.rank(self.read(shape, last=False), rows, shape.needs, excluded)
         buffers.likeliest[: len(ranked)].copy_(ranked)
         after, rank = fan_out.plan(
             buffers.plan_constants, buffers.verified_confidence[:n], buffers.hit[:n], inputs.drafted(n), width
@@ -451,9 +443,10 @@ class DraftRunner:
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def read(self, shape: RunShape, logit_rows: torch.Tensor | None) -> torch.Tensor:
-        """Reads each sequence's newest tokens; logits of these rows, or (None) after every token."""
-        return self._forward(shape, self.buffers.read_batch(shape, self._tables(shape), logit_rows))
+    def read(self, shape: RunShape, *, last: bool, beams: torch.Tensor | None = None) -> torch.Tensor:
+        """Reads each sequence's newest tokens; logits after the last of each, or after all. `beams`: rows that are
+        written meanwhile, see `DraftBuffers.beam_rows`."""
+        return self._forward(shape, self.buffers.read_batch(shape, self._tables(shape), last=last, beams=beams))
 
     def extend(self, shape: RunShape, depth: int) -> torch.Tensor:
         """Logits after the newest token of every row, which is its `depth`-th."""

@@ -16,7 +16,7 @@ from ssd.execution.batch import BatchInputs
 from ssd.execution.state import SequenceState
 from ssd.kernels.device import kernels
 from ssd.kernels.ops import DeviceBatch
-from ssd.kernels.state import TreeRows
+from ssd.kernels.state import LastRows, TreeRows
 from ssd.models.decoder import KVCache
 from ssd.models.feature_draft import FeatureDraft
 from ssd.models.head import Head
@@ -72,17 +72,13 @@ class HeadFeatures(Features):
     def admit(self, slot: int, start: int) -> None:
         self._start[slot].fill_(start)
 
-    def before(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Fused features of the positions before these, the last ones that have any."""
-        places = (positions - 1) % self._kept if self._state.tree is None else self._last_rows()[slots]
-        return self._fused[slots, places]
+    def before(self, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes the fused features of the positions before these, the last ones that have any, to `out`."""
+        kernels(self.head.device).features.before(self._fused, slots, positions, self._last_rows(), out)
 
-    def _last_rows(self) -> torch.Tensor:
-        """By slot: the row of the last accepted node, 0 for the last decided token."""
-        assert self._state.tree is not None
-        accepted = self._state.num_accepted
-        last = self._state.tree.path.gather(1, (accepted - 1).clamp(min=0)[:, None].long())[:, 0]
-        return torch.where(accepted > 0, last + 1, 0)
+    def _last_rows(self) -> LastRows | None:
+        tree = self._state.tree
+        return None if tree is None else LastRows(self._state.num_accepted, tree.path)
 
     def _row_before(self, rows: int) -> torch.Tensor:
         if rows not in self._before:
@@ -92,9 +88,10 @@ class HeadFeatures(Features):
     def store(self, inputs: BatchInputs, batch: DeviceBatch, buffer: torch.Tensor) -> None:
         """Also keeps the last features."""
         tree = None
-        if self._state.tree is not None:
+        last = self._last_rows()
+        if last is not None:
             before = self._row_before(inputs.rows) if inputs.tree is None else inputs.tree.before
-            tree = TreeRows(inputs["starts"], before, self._last_rows())
+            tree = TreeRows(inputs["starts"], before, last)
         hidden, mapping = kernels(self.head.device).features.shift_and_keep(
             self.head.fuse(buffer),
             row_work=inputs["row_work"],

@@ -33,12 +33,20 @@ class StateView:
         return LAYOUTS["state"].pack(**own, num_slots=num_slots, columns=columns, width=self.drafts.shape[1])
 
 
+class LastRows(NamedTuple):
+    """By slot, in which row of its last work a sequence's last feature was computed: that of the last accepted node, or
+    the first one. int32."""
+
+    accepted: torch.Tensor  # [slots]: how many nodes were
+    path: torch.Tensor  # [slots, depth]: which ones
+
+
 class TreeRows(NamedTuple):
     """What `features` need of a batch whose decoding sequences have trees: int32."""
 
     starts: torch.Tensor  # [works]: below 0 for those
     before: torch.Tensor  # [rows]: the row of the token before
-    last: torch.Tensor  # [slots]: the row of its work in which each sequence's last feature was computed
+    last: LastRows
 
 
 class Candidates(NamedTuple):

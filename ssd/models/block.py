@@ -149,8 +149,8 @@ class Walk(Protocol):
         """From now on there are rows (int64) that go on from these rows."""
 
     def logits(self, own: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Float32 [sequences, draft vocabulary]. `own`: those of the query alone, `tokens`: the last of each sequence,
-        `hidden`: the query's states."""
+        """Float32 [rows, draft vocabulary]. `tokens`: the last of each row. Of each sequence, which has as many rows as
+        the others, one after the other: `own`: those of the query alone, `hidden`: the query's states."""
 
 
 class MarkovHead:
@@ -181,11 +181,13 @@ class MarkovHead:
             self._state = self._state[rows]
 
     def logits(self, own: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        return own + self._bias(self.before.embed(tokens), hidden)
+        bias = self._bias(self.before.embed(tokens), hidden)
+        return (own[:, None] + bias.view(len(own), -1, bias.shape[1])).flatten(0, 1)
 
     def _bias(self, e: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         if self._gate is None:
             return self._after.logits(e)
+        hidden = _by_row(hidden, len(e))
         if self.kind == "gated":
             gate = self._gate(torch.cat((hidden, e), dim=1))
             return self._after.logits(torch.sigmoid(gate) * e)
@@ -242,11 +244,16 @@ class Selector:
         pass
 
     def logits(self, own: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        values, found = own.topk(self._candidates, dim=1)
-        wanted = self._before.embed(tokens).float() * self._hidden(hidden).float()
+        values, found = (_by_row(each, len(tokens)) for each in own.topk(self._candidates, dim=1))
+        wanted = self._before.embed(tokens).float() * _by_row(self._hidden(hidden.contiguous()), len(tokens)).float()
         after = self._after.embed(found.flatten().int()).float().view(*found.shape, -1)
         scores = values + (after * wanted[:, None]).sum(-1)
-        return torch.full_like(own, -torch.inf).scatter_(1, found, scores)
+        return own.new_full((len(tokens), own.shape[1]), -torch.inf).scatter_(1, found, scores)
+
+
+def _by_row(values: torch.Tensor, rows: int) -> torch.Tensor:
+    """Of each row what its sequence has."""
+    return values if len(values) == rows else values.repeat_interleave(rows // len(values), dim=0)
 
 
 class Convolution:

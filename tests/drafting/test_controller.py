@@ -438,6 +438,58 @@ def test_a_tree_is_no_slower_than_its_chain(likely: float, in_flight: int) -> No
     assert not best[64].nodes
 
 
+def work_through(inner: Treelike, controller: Drafter, answers: int, most: int, k: int) -> tuple[float, list[Arm]]:
+    """Seconds of so many answers of 128 tokens, `most` at a time, and the arms of their rounds, with times as on a GPU:
+    milliseconds of a verification and of each step of the draft, a part of them by row."""
+    left, taken, seconds = {i: 128 for i in range(answers)}, list[Arm](), 0.0
+    flying: list[tuple[list[Work], Arm, float]] = []
+    while left:
+        arm = controller.arm if isinstance(controller, DepthController) else Arm(k, 0)
+        sequences = [make_sequence([1, 2, 3], [4], id=i) for i in list(left)[:most]]
+        works = [Work(s, 1, 3, lookahead=arm.lookahead, slot=i) for i, s in enumerate(sequences)]
+        rows, beams = len(works) * (1 + arm.lookahead), len(works) * (8 if arm.nodes else 1)
+        took = 4.6 + 0.012 * rows + arm.k * (0.23 + 0.002 * beams)
+        flying.append((launch(controller, works), arm, took))
+        taken.append(arm)
+        seconds += took
+        if len(flying) > 1:
+            works, arm, took = flying.pop(0)
+            inner.levels = arm.levels
+            outcomes = [decided(inner, work) for work in works]
+            inner.levels = controller.arm.levels if isinstance(controller, DepthController) else 0
+            controller.observe(works, outcomes, took)
+            for work, outcome in zip(works, outcomes, strict=True):
+                assert outcome is not None
+                if work.sequence.id in left:
+                    left[work.sequence.id] -= len(outcome.token_ids)
+                    if left[work.sequence.id] <= 0:
+                        del left[work.sequence.id]
+    return seconds, taken
+
+
+@pytest.mark.parametrize(("batch", "k"), [(16, 4), (64, 3)])
+def test_looking_for_trees_costs_little_in_large_batches(batch: int, k: int) -> None:
+    """Two answers for each place in the batch are some 90 rounds: a few rounds of plain decoding, or of trees that do
+    not pay, would be several percent of them."""
+    arms = make_arms(("ar", "sd", "tree"), (k,), (), 32)
+    ratios = []
+    for seed in range(5):
+        seconds = []
+        for chosen in (False, True):
+            inner = Treelike(0.75)
+            inner.dice.seed(seed)
+            drafter: Drafter = DepthController({"sd": inner, "tree": inner}, arms) if chosen else inner
+            seconds.append(work_through(inner, drafter, 2 * batch, batch, k)[0])
+        ratios.append(seconds[0] / seconds[1])
+    assert sum(ratios) / len(ratios) > 0.99
+
+
+def test_one_sequence_has_trees_soon() -> None:
+    arms, inner = make_arms(("ar", "sd", "tree"), (6,), (), 32), Treelike(0.6)
+    taken = work_through(inner, DepthController({"sd": inner, "tree": inner}, arms), 6, 1, 6)[1]
+    assert sum(arm.nodes > 0 for arm in taken) > 0.8 * len(taken)
+
+
 class Opening(Fake):
     """No token of the next `rejected` drafts stands; of those after them all do."""
 

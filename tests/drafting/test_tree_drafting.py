@@ -24,7 +24,7 @@ from eagle_observers import FEW
 from ssd import LLM, SamplingParams
 from ssd.core import Origin, Proposal, Work
 from ssd.drafting.fan_out import RANKS
-from ssd.drafting.tree import MOST_BEAMS
+from ssd.drafting.tree import MOST_BEAMS, SHARPNESS
 from ssd.sampling import noise
 
 PROMPTS = ragged_prompts(5, longest=40)
@@ -51,7 +51,12 @@ Draft = Plain | Head | Block
 
 
 def ranked(
-    logits: torch.Tensor, position: int, params: SamplingParams, seed: int, count: int = MOST_BEAMS
+    logits: torch.Tensor,
+    position: int,
+    params: SamplingParams,
+    seed: int,
+    count: int = MOST_BEAMS,
+    sharpness: float = SHARPNESS,
 ) -> list[tuple[int, float]]:
     """The best tokens at a position and the logarithms of how likely they are."""
     logits = logits.clone()
@@ -60,6 +65,8 @@ def ranked(
     if params.temperature:
         noises = noise.gumbel([noise.position_key(seed, position)], len(logits), logits.device)
         logits = logits / params.temperature + noises[0]
+    else:
+        logits *= sharpness
     values, chosen = logits.topk(count)
     found = zip(chosen.tolist(), values.log_softmax(0).tolist(), strict=True)
     return [(token, score) for token, score in found if score > -torch.inf]
@@ -76,7 +83,8 @@ def best_tree(draft: Draft, tokens: Seq[int], params: SamplingParams, seed: int)
             continue
         count = DEPTH if isinstance(draft, Block) else len(path) + 1  # a block depends on how many it writes
         logits = draft.draft(tokens, count, None, path)[1][len(path)]
-        for token, score in ranked(logits, len(tokens) + len(path), params, seed):
+        sharpness = 1.0 if isinstance(draft, Block) else SHARPNESS
+        for token, score in ranked(logits, len(tokens) + len(path), params, seed, sharpness=sharpness):
             heapq.heappush(heap, (cost - score, (*path, token)))
     return found - {()}
 

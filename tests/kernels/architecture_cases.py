@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from ssd.kernels.codes import Codes, CodeType, bits_of
 from ssd.kernels.ops import Branches, DeviceBatch, ExpertOutputs, HeadShape, Rope, TreePaths
-from ssd.kernels.state import Candidates, StateView, TreeRows
+from ssd.kernels.state import Candidates, LastRows, StateView, TreeRows
 from ssd.kernels.triton import (
     attention,
     elementwise,
@@ -288,8 +288,10 @@ def test_what_is_between_products(architecture: int, dtype: torch.dtype) -> None
     rows = {"row_work": ints(8), "slots": ints(4), "query_start": ints(5), "positions": ints(8)}
     kept = empty(9, 5, 4096, dtype=dtype)
     features.shift_and_keep(hidden, slot_mapping=ints(8), start=ints(9), kept=kept, **rows)
-    tree = TreeRows(ints(4), ints(8), ints(9))
+    tree = TreeRows(ints(4), ints(8), LastRows(ints(9), ints(9, 5)))
     features.shift_and_keep(hidden, slot_mapping=ints(8), start=ints(9), kept=kept, tree=tree, **rows)
+    for last in (None, tree.last):
+        features.before(kept, ints(4), ints(4), last, empty(4, 4096, dtype=dtype))
 
 
 def test_rounds_with_trees(architecture: int) -> None:
@@ -350,9 +352,9 @@ def test_levels_of_trees(architecture: int) -> None:
             constants=noise.constants(),
         )
     candidates = Candidates(ints(n, 136), empty(n, 136, dtype=torch.float32), ints(n, 136))
-    first, following = (tokens[:n], scores[:n], None), ints(8 * n, 9)
-    _, beams = trees.grow(*first, candidates, following[:, 0], first=0, children=8, vocab_size=128256)
-    later = tokens, scores, beams
-    trees.grow(*later, candidates, following[:, 1], first=8, children=8, vocab_size=128256)
+    own, following = (ints(n), columns.temperature), ints(8 * n, 9)
+    sizes = {"children": 8, "vocab_size": 128256, "known": 128256, "sharpness": 1.2}
+    _, beams = trees.grow(tokens[:n], scores[:n], *own, None, candidates, following[:, 0], first=0, **sizes)
+    trees.grow(tokens, scores, *own, beams, candidates, following[:, 1], first=8, **sizes)
     slots, drafts = ints(n), ints(9, 32)
     trees.keep(candidates, slots, drafts, drafts, slots, origin=1)

@@ -160,6 +160,46 @@ def store(
     state.origin.numpy()[slot] = value
 
 
+def read_rows(
+    *,
+    slots: torch.Tensor,
+    first: torch.Tensor,
+    count: torch.Tensor,
+    given: torch.Tensor,
+    tables: torch.Tensor,
+    table_rows: torch.Tensor,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    context_len: torch.Tensor,
+    decided: torch.Tensor,
+    last: torch.Tensor,
+    beams: torch.Tensor | None,
+    padding_slot: int,
+    block_size: int,
+    first_slot: int,
+    slots_per_branch: int,
+) -> None:
+    n, reads = len(slots), len(tokens) // len(slots)
+    position = first.numpy()[:, None] + np.arange(reads)
+    table, index = tables.numpy()[table_rows.numpy()], position // block_size
+    real = (np.arange(reads) < count.numpy()[:, None]) & (index < table[:, :1])
+    block = np.take_along_axis(table, np.where(real, 1 + index, 0), axis=1)
+    read = np.minimum(count.numpy(), reads)
+    tokens.numpy()[:] = given.numpy()[:, :reads].ravel()
+    positions.numpy()[:] = position.ravel()
+    slot_mapping.numpy()[:] = np.where(real, block * block_size + position % block_size, padding_slot).ravel()
+    context_len.numpy()[:], decided.numpy()[:] = first.numpy() + reads, first.numpy() + read
+    last.numpy()[:] = np.arange(n) * reads + read - 1
+    if beams is not None:
+        depth, rows = np.arange(len(beams))[:, None], np.arange(beams.shape[2])
+        width = len(rows) // n
+        beams.numpy()[:, 0] = np.repeat(decided.numpy(), width) + depth
+        beams.numpy()[:, 1] = first_slot + rows * slots_per_branch + depth
+        beams.numpy()[:, 2] = beams.numpy()[:, 0] + 1
+        beams.numpy()[:, 3] = np.repeat(slots.numpy(), width)
+
+
 def extend_rows(
     *,
     slots: torch.Tensor,

@@ -367,6 +367,42 @@ def test_extending_rows(width: int, depth: int) -> None:
     assert [column[-1] for column in found[0]] == last
 
 
+@pytest.mark.parametrize("width", [0, 1, 3])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rows_that_are_read(seed: int, width: int) -> None:
+    """More tokens than rows and fewer, blocks that are not there; rows of beams behind them, or none."""
+    world = World(seed)
+    slots = torch.tensor(world.rng.sample(range(len(world.tables) - 1), 3)).int()
+    reads, depths = world.rng.randint(1, 5), world.rng.randint(1, 4)
+    first, count = torch.randint(0, MAX_LEN, (3,)).int(), torch.randint(1, 8, (3,)).int()
+    given, found = torch.randint(0, VOCAB, (3, 9)).int(), []
+    for rounds, device in ALL:
+        names = ("tokens", "positions", "slot_mapping", "context_len", "decided")
+        sizes = (3 * reads, 3 * reads, 3 * reads, 3, 3)
+        out = {name: torch.full((size,), -7, device=device).int() for name, size in zip(names, sizes, strict=True)}
+        last = torch.zeros(3, dtype=torch.int64, device=device)
+        beams = torch.zeros(depths, 4, 3 * width, dtype=torch.int32, device=device) if width else None
+        rounds.read_rows(
+            slots=slots.to(device),
+            first=first.to(device),
+            count=count.to(device),
+            given=given.to(device),
+            tables=world.tables.to(device),
+            table_rows=slots.to(device),
+            **out,
+            last=last,
+            beams=beams,
+            padding_slot=999,
+            block_size=BLOCK_SIZE,
+            first_slot=1000,
+            slots_per_branch=5,
+        )
+        found.append([each.tolist() for each in (*out.values(), last, *([] if beams is None else [beams]))])
+    assert found[0] == found[1] == found[2]
+    assert found[0][0] == given[:, :reads].flatten().tolist()
+    assert found[0][5] == [i * reads + min(int(count[i]), reads) - 1 for i in range(3)]
+
+
 @pytest.mark.parametrize("each", [1, 2])
 def test_keeping_the_best_of_two(each: int) -> None:
     """Also where there is no second token, and none at all; one row or several of a row of the chain."""

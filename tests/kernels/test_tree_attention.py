@@ -73,11 +73,11 @@ def test_paths_to_what_is_not_there(row: int, value: int) -> None:
             (510, HeadShape(4, 2, 32, first_position=1), BLOCK_SIZE),
             (513, HeadShape(8, 1, 48, latent_dim=32), BLOCK_SIZE),
         ],
-        fast={(511, HeadShape(2, 1, 32), BLOCK_SIZE)},
+        fast={(511, HeadShape(2, 1, 32), BLOCK_SIZE), (59, HeadShape(4, 2, 32), BLOCK_SIZE)},
     ),
 )
 def test_nodes_have_the_bits_of_chains_in_triton(decided: int, heads: HeadShape, block_size: int) -> None:
-    """On a CPU in Triton's interpreter, in float32."""
+    """On a CPU in Triton's interpreter, in float32. Across pieces, and in one, of which the nodes are shared out."""
     triton_ops = pytest.importorskip("ssd.kernels.triton.ops", reason="triton is not installed")
     device, dice = torch.device("cuda" if CUDA else "cpu"), random.Random(decided)
     for dtype in (torch.float32, torch.bfloat16) if CUDA else (torch.float32,):

@@ -10,7 +10,7 @@ from ssd.kernels.state import Candidates
 
 in_triton = pytest.importorskip("ssd.kernels.triton.trees", exc_type=ImportError)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-RANKS, VOCAB = 16, 500
+RANKS, VOCAB, KNOWN = 16, 500, 450
 Level = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -36,13 +36,17 @@ def level(rows: int) -> Level:
 def grown(kernel: object, levels: list[Level], n: int, children: int, device: torch.device) -> tuple[Candidates, list]:
     found, beams, first = candidates(n, children + (len(levels) - 1) * children**2, device), None, 0
     outputs = []
+    columns = torch.tensor([[1, i % 2] for i in range(n + 1)], dtype=torch.float32)  # temperatures: 0, 1, 0, ...
     for tokens, scores in levels:
         following = torch.full((n * children, 3), -9, dtype=torch.int32, device=device)
         rows, beams = kernel.grow(
-            *(tokens.to(device), scores.to(device), beams, found, following[:, 1]),
+            *(tokens.to(device), scores.to(device), torch.arange(n, device=device).int() + 1),
+            *(columns[:, 1].to(device), beams, found, following[:, 1]),
             first=first,
             children=children,
             vocab_size=VOCAB,
+            known=KNOWN,
+            sharpness=1.5,
         )
         outputs.append([each.cpu() for each in (following, rows, *beams)])
         first += len(scores) // n * children
@@ -60,6 +64,7 @@ def test_levels(n: int, children: int) -> None:
     )
     for own, other in zip(expected[1], found[1], strict=True):
         torch.testing.assert_close(other, own)
+        assert int(own[0].max()) < KNOWN
     torch.testing.assert_close(tuple(found[0]), tuple(expected[0]))
 
 

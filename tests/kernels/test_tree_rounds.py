@@ -15,7 +15,7 @@ from ssd.execution.batch import Batch, BatchInputs, TileSizes
 from ssd.execution.state import SequenceState
 from ssd.kernels.cpu import features as features_cpu
 from ssd.kernels.device import kernels
-from ssd.kernels.state import TreeRows
+from ssd.kernels.state import LastRows, TreeRows
 
 triton_rounds = pytest.importorskip("ssd.kernels.triton.rounds", exc_type=ImportError)
 triton_features = pytest.importorskip("ssd.kernels.triton.features", exc_type=ImportError)
@@ -263,7 +263,9 @@ def test_features_of_parents(monkeypatch: pytest.MonkeyPatch, seed: int) -> None
     """A node reads the feature of its parent, and the next round that of the last accepted node."""
     world = World(seed)
     kept = torch.randn(SLOTS + 1, NODES + 1, WIDTH)
-    last = torch.randint(0, NODES + 1, (SLOTS + 1,)).int()
+    accepted = torch.randint(0, DEPTH + 1, (SLOTS + 1,)).int()
+    nodes = torch.randint(0, NODES, (SLOTS + 1, DEPTH)).int()
+    last = [int(nodes[slot, count - 1]) + 1 if count else 0 for slot, count in enumerate(accepted.tolist())]
     fused = torch.randn(world.batch.num_rows, WIDTH)
     start = torch.full((SLOTS + 1,), -1).int()
     for rounds, features, device in ALL:
@@ -279,7 +281,7 @@ def test_features_of_parents(monkeypatch: pytest.MonkeyPatch, seed: int) -> None
             slot_mapping=inputs.slot_mappings[0],
             start=start.to(device),
             kept=own,
-            tree=TreeRows(inputs["starts"], inputs.tree.before, last.to(device)),
+            tree=TreeRows(inputs["starts"], inputs.tree.before, LastRows(accepted.to(device), nodes.to(device))),
         )
         expected, row = kept.clone(), 0
         for slot, first, queries, _ in world.works:
@@ -294,3 +296,22 @@ def test_features_of_parents(monkeypatch: pytest.MonkeyPatch, seed: int) -> None
                 expected[slot, 0] = fused[row + queries - 1]
             row += queries
         assert torch.equal(own.cpu(), expected)
+
+
+@pytest.mark.parametrize("trees", [False, True])
+def test_the_last_features(trees: bool) -> None:
+    """Of chains that of the position before; of trees that of the last accepted node, or of the last decided token."""
+    torch.manual_seed(0)
+    kept, slots, positions = torch.randn(SLOTS + 1, NODES + 1, WIDTH), [3, 0, 5, 2], [7, 1, 40, 20]
+    path = torch.randint(0, NODES, (SLOTS + 1, DEPTH)).int()
+    accepted = torch.tensor([2, 1, 0, DEPTH, 3, 1]).int()
+    places = [(p - 1) % (NODES + 1) for p in positions]
+    if trees:
+        places = [int(path[s, count - 1]) + 1 if (count := int(accepted[s])) else 0 for s in slots]
+    for _, features, device in ALL:
+        out = torch.zeros(len(slots), 2, WIDTH, device=device)
+        last = LastRows(accepted.to(device), path.to(device)) if trees else None
+        own = (torch.tensor(each, device=device).int() for each in (slots, positions))
+        features.before(kept.to(device), *own, last, out[:, 0])
+        assert torch.equal(out[:, 0].cpu(), kept[slots, places])
+        assert not out[:, 1].any()

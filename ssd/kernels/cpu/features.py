@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ssd.kernels.state import TreeRows
+from ssd.kernels.state import LastRows, TreeRows
 
 
 def shift_and_keep(
@@ -28,12 +28,24 @@ def shift_and_keep(
         last = row >= query_start[work + 1] - kept_positions
     else:
         node = tree.starts[work] < 0
-        source, place, above = tree.last[slot], torch.where(node, row - query_start[work], 0), tree.before
+        source, place, above = _last_rows(tree.last, slot), torch.where(node, row - query_start[work], 0), tree.before
         last = node | (row == query_start[work + 1] - 1)
     hidden = torch.where((row == query_start[work])[:, None], kept[slot, source], fused[above])
     last = (last & (row_work >= 0)).nonzero()[:, 0]
     kept[slot[last], place[last]] = fused[last]
     return hidden.masked_fill_((row_work < 0)[:, None], 0.0), torch.where(known, slot_mapping, -1)
+
+
+def before(
+    kept: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, last: LastRows | None, out: torch.Tensor
+) -> None:
+    out.copy_(kept[slots, (positions - 1) % kept.shape[1] if last is None else _last_rows(last, slots)])
+
+
+def _last_rows(last: LastRows, slots: torch.Tensor) -> torch.Tensor:
+    accepted = last.accepted[slots]
+    node = last.path[slots, (accepted - 1).clamp(min=0)]
+    return torch.where(accepted > 0, node + 1, 0)
 
 
 def convolve(x: torch.Tensor, change: torch.Tensor, base: torch.Tensor, *, place: int, queries: int) -> torch.Tensor:

@@ -26,8 +26,8 @@ class Rounds:
         )
         self._move_accepted = kernels.function("move_accepted")
         self._follow_rows = kernels.function("follow_rows", "a row follows one that is not there")
-        self._stage, self._look_up, self._store, self._block_rows = (
-            kernels.function(name, _NO_SLOT) for name in ("stage", "look_up", "store", "block_rows")
+        self._stage, self._read_rows, self._look_up, self._store, self._block_rows = (
+            kernels.function(name, _NO_SLOT) for name in ("stage", "read_rows", "look_up", "store", "block_rows")
         )
         self._extend_rows, self._keep_best = kernels.function("extend_rows"), kernels.function("keep_best")
 
@@ -59,6 +59,19 @@ class Rounds:
     def stage(self, state: StateView, **given: Any) -> None:
         sequences, tokens = given["tokens"].shape
         self._stage(**_numbers(given), state=state.fields, sequences=sequences, reads=tokens - 1)
+
+    def read_rows(self, **given: Any) -> None:
+        sequences, tables, beams = len(given["slots"]), given["tables"], given["beams"]
+        self._read_rows(
+            **_numbers(given),
+            sequences=sequences,
+            reads=len(given["tokens"]) // sequences,
+            ld_given=given["given"].stride(0),
+            ld_tables=tables.stride(0),
+            table_columns=tables.shape[1],
+            width=0 if beams is None else beams.shape[2] // sequences,
+            depths=0 if beams is None else len(beams),
+        )
 
     def look_up(self, state: StateView, **given: Any) -> None:
         (sequences, branches), ld_after = given["after"].shape, given["after"].stride(0)

@@ -11,6 +11,8 @@ from ssd.kernels.state import Candidates
 def grow(
     tokens: torch.Tensor,
     scores: torch.Tensor,
+    slots: torch.Tensor,
+    temperature: torch.Tensor,
     beams: tuple[torch.Tensor, torch.Tensor] | None,
     candidates: Candidates,
     following: torch.Tensor,
@@ -18,10 +20,13 @@ def grow(
     first: int,
     children: int,
     vocab_size: int,
+    known: int,
+    sharpness: float,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     n = len(candidates.scores)
     width = len(scores) // n
-    found = scores.log_softmax(-1).view(n, width, -1)[:, :, :children]
+    factors = torch.where(temperature[slots.clamp(min=0)] == 0, sharpness, 1.0)[:, None, None]
+    found = (scores.view(n, width, -1) * factors).log_softmax(-1)[:, :, :children]
     above = torch.full((n, width), -1, dtype=torch.int32, device=scores.device)
     if beams is not None:
         found, above = found + beams[0][:, :, None], beams[1]
@@ -33,7 +38,7 @@ def grow(
     best, chosen = found.sort(dim=1, descending=True, stable=True)
     best, chosen = best[:, :children], chosen[:, :children]
     rows = torch.arange(n, device=scores.device)[:, None] * width + chosen // children
-    following.copy_(kept.gather(1, chosen).flatten())
+    following.copy_(kept.gather(1, chosen).flatten().clamp(max=known - 1))
     return rows.flatten(), (best, (first + chosen).int())
 
 

@@ -16,7 +16,9 @@ tensor cores' step, so its index in the tile does not change its bits either.
 Latent attention (`HeadShape.value_dim`) has kernels of its own (`latent.py`) and shares the plan and the workspace.
 
 Nodes of token trees (`TreePaths`) have keys and values of their own in the steps from the last decided tokens on. These
-are at the columns where a chain has them, each row for itself: so a node has the bits of a chain.
+are at the columns where a chain has them, each row for itself: so a node has the bits of a chain. The columns of some
+nodes are side by side in one product; a row's weights in those of other nodes are 0, which adds nothing. In small
+batches a tile's nodes are shared out to several programs.
 
 With a sliding window, steps and pieces that no row of the tile sees are left out. A row that does not see a step which
 another row sees has the same bits: its largest product stays -inf, and its sums stay exactly 0.
@@ -56,6 +58,8 @@ _PROGRAMS = 2  # of the decode kernel per multiprocessor, for which pieces are s
 _DECODE_WARPS, _PREFILL_WARPS = 4, 8
 _TMA_BYTES = 32  # of a head at one position, at least: shared memory is laid out by 32 bytes
 _WORKSPACE_PIECES = 1024  # of tiles that several programs compute
+_HALVINGS = 2  # of the nodes of a tile, at most: with fewer in each program KV is loaded more often
+_TOGETHER_BYTES, _PATH_STAGES = 32 << 10, 2  # of keys that nodes of a tree have in one product; loads ahead of it
 _MORE = tl.constexpr(7)  # pieces that an item can have beyond a program's share
 ITEM = tl.constexpr(16)  # integers of a work item, see `_plan_kernel`
 _FAR = tl.constexpr(1 << 30)  # behind all positions
@@ -124,15 +128,12 @@ def path_slots(table, path, slots_ptr, n, decided, last, BLOCK_SIZE: tl.constexp
 
 
 @triton.jit
-def _load_path(
-    k, v, slots, seen, i, kv_head, slot_stride, d,
+def _load_slots(
+    k, v, slots, seen, kv_head, slot_stride, d,
     D: tl.constexpr, WIDEN: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """The same as the tile's token i sees them. `slots`: of all of its tokens [tokens, positions], where `seen`."""
-    mine = (tl.arange(0, slots.shape[0]) == i)[:, None]
-    slot = tl.sum(tl.where(mine, slots, 0), axis=0)
-    there = tl.sum((mine & seen).to(tl.int32), axis=0) > 0
-    at, mask = kv_head * D + slot[:, None] * slot_stride + d[None, :], there[:, None] & (d < D)[None, :]
+    """Keys and values of one head in KV slots, where they are `seen`."""
+    at, mask = kv_head * D + slots[:, None] * slot_stride + d[None, :], seen[:, None] & (d < D)[None, :]
     keys, values = tl.load(k + at, mask=mask, other=0.0), tl.load(v + at, mask=mask, other=0.0)
     return widen(keys, dtype, WIDEN), widen(values, dtype, WIDEN)
 
@@ -208,7 +209,7 @@ def _plan_kernel(
     tiles_ptr, query_start_ptr, context_len_ptr, table_rows_ptr, positions_ptr, slots_ptr, items_ptr,
     num_tiles, max_items, depth, programs, capacity,
     TOKENS: tl.constexpr, BRANCHES: tl.constexpr, TREES: tl.constexpr, WINDOW: tl.constexpr, SPLIT_LEN: tl.constexpr,
-    FOLDED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr,
+    FOLDED: tl.constexpr, HALVINGS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     """Shares out the pieces of all tiles: program t writes the work items of tile t, the last one the padding.
 
@@ -219,6 +220,9 @@ def _plan_kernel(
     FOLDED: pieces that are folded together before others are. If it is not 1, an item has a few pieces, or some such
     groups, and its last integer is how many pieces have a place together: 1, or FOLDED. Behind all items come those
     numbers of each tile that are the same for all of its items.
+
+    HALVINGS: the tokens of a tile of nodes, where they have one piece, are shared out to items of half as many, up to
+    so many times, if there are programs for all.
     """
     t = tl.arange(0, BLOCK_T)
     sequence = tl.load(tiles_ptr + t, mask=t < num_tiles, other=-1)
@@ -270,6 +274,12 @@ def _plan_kernel(
     shared = (items > 1) & (place + needed <= capacity)
     items = tl.where(shared, items, tl.minimum(items, 1))
     place = tl.where(shared, place, -1)
+    each = TOKENS
+    if TREES and FOLDED == 1:
+        for less in tl.static_range(1, HALVINGS + 1):
+            parts = tl.sum(tl.where(live, (tokens + (TOKENS >> less) - 1) // (TOKENS >> less), 0))
+            each = tl.where((parts <= programs) & (tl.max(pieces) <= 1), TOKENS >> less, each)
+        items *= tl.where(live, (tokens + each - 1) // each, 1)
     start = tl.cumsum(items, 0) - items
 
     tile = tl.program_id(0)
@@ -278,23 +288,28 @@ def _plan_kernel(
         mine = t == tile
         own_pieces = tl.sum(tl.where(mine, pieces, 0))
         own_items = tl.sum(tl.where(mine, items, 0))
-        step = tl.where(own_items > 1, chunk, own_pieces)
         own_row = tl.sum(tl.where(mine, row0 + first, 0))
         own_tokens = tl.sum(tl.where(mine, tokens, 0))
         own_place = tl.sum(tl.where(mine, place, 0))
         own_sequence = tl.sum(tl.where(mine, sequence, 0))
         at = items_ptr + (tl.sum(tl.where(mine, start, 0)) + i) * ITEM
         mask = i < own_items
-        tl.store(at, own_row, mask=mask)
-        tl.store(at + 1, own_tokens, mask=mask)
+        part, item = 0, i
+        if TREES and FOLDED == 1:
+            spread = each < TOKENS
+            part, item = tl.where(spread, i, 0), tl.where(spread, 0, i)
+            own_items = tl.where(spread, 1, own_items)
+        step = tl.where(own_items > 1, chunk, own_pieces)
+        tl.store(at, own_row + part * each, mask=mask)
+        tl.store(at + 1, tl.minimum(own_tokens - part * each, each), mask=mask)
         tl.store(at + 2, tl.sum(tl.where(mine, position, 0)), mask=mask)
         tl.store(at + 3, tl.load(table_rows_ptr + own_sequence, mask=own_sequence >= 0, other=0), mask=mask)
         own_first = 0
         if WINDOW:
             own_first = tl.sum(tl.where(mine, passed, 0))
             tl.store(at + 9, own_first, mask=mask)
-        tl.store(at + 4, own_first + i * step, mask=mask)
-        tl.store(at + 5, own_first + tl.minimum(own_pieces, (i + 1) * step), mask=mask)
+        tl.store(at + 4, own_first + item * step, mask=mask)
+        tl.store(at + 5, own_first + tl.minimum(own_pieces, (item + 1) * step), mask=mask)
         tl.store(at + 6, own_pieces, mask=mask)
         tl.store(at + 7, own_items, mask=mask)
         tl.store(at + 8, own_place, mask=mask)
@@ -343,7 +358,7 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT_LEN: tl.constexpr,
     WIDTH: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr, WIDEN: tl.constexpr,
     STAGES: tl.constexpr, EARLY: tl.constexpr, LETS_NEXT: tl.constexpr, PLANNED: tl.constexpr,
-    PATHS: tl.constexpr,
+    PATHS: tl.constexpr, TOGETHER: tl.constexpr, PATH_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One item, one KV head. Rows of a tile: its query tokens times the GROUP heads of the KV head.
 
@@ -351,6 +366,7 @@ def _decode_kernel(
     branch; 0: the query tokens are no branches. FIRST: positions before it are not seen. WINDOW: positions that a query
     sees, its own included; 0: all. WIDEN: how KV is read; where it is in fp8, `scale` has the scale of k.
     PLANNED: items are read before the wait (`Workspace.items`). PATHS: columns of `paths`; 0: there are no trees.
+    TOGETHER: nodes of a tree whose columns are in one product, where they see different ones.
     """
     if EARLY:
         if LETS_NEXT:
@@ -425,23 +441,20 @@ def _decode_kernel(
             kv_head, r, d, valid, mask, HKV, D, BLOCK_M, BLOCK_N, BLOCK_D, SPLIT_LEN,
         )  # fmt: skip
     if PATHS:
-        token = tl.arange(0, triton.next_power_of_2(BLOCK_M // GROUP))
-        last = tl.load(positions_ptr + first_row + token, mask=token < tokens, other=-1)[:, None]
-        path = (paths_ptr + (first_row + token) * PATHS)[:, None]
+        column = tl.arange(0, TOGETHER * BLOCK_N)
+        wide_ones = tl.full((TOGETHER * BLOCK_N, 16), 1.0, q.dtype)
         for start in tl.range(tl.maximum(begin, stop_common), stop, BLOCK_N):
-            n = start + tl.arange(0, BLOCK_N)[None, :]
-            slots = path_slots(table, path, slots_ptr, n, decided, last, BLOCK_SIZE)
-            keys, values = _load_path(k_ptr, v_ptr, slots, n <= last, 0, kv_head, slot_stride, d, D, WIDEN, q.dtype)
-            visible = (n <= position[:, None]) & (n >= FIRST)
-            if WINDOW:
-                visible = visible & (n >= oldest[:, None])
-            for i in range(tokens):  # the next token's are loaded meanwhile
-                next_keys, next_values = _load_path(
-                    k_ptr, v_ptr, slots, n <= last, i + 1, kv_head, slot_stride, d, D, WIDEN, q.dtype
-                )
-                own = visible & (r // GROUP == i)[:, None]
-                m, sums, acc = _step(q, keys, values, True, own, scale, ones, m, sums, acc)
-                keys, values = next_keys, next_values
+            n = start + column % BLOCK_N
+            for first in tl.range(0, tokens, TOGETHER, num_stages=PATH_STAGES):
+                token = first + column // BLOCK_N
+                path = paths_ptr + (first_row + token) * PATHS
+                last = tl.load(positions_ptr + first_row + token, mask=token < tokens, other=-1)
+                slots = path_slots(table, path, slots_ptr, n, decided, last, BLOCK_SIZE)
+                keys, values = _load_slots(k_ptr, v_ptr, slots, n <= last, kv_head, slot_stride, d, D, WIDEN, q.dtype)
+                own = (token[None, :] == (r // GROUP)[:, None]) & ((n <= last) & (n >= FIRST))[None, :]
+                if WINDOW:
+                    own = own & (n[None, :] >= oldest[:, None])
+                m, sums, acc = _step(q, keys, values, True, own, scale, wide_ones, m, sums, acc)
             m, sums, acc, m_all, l_all, acc_all = _end_piece(
                 start, stop, m, sums, acc, m_all, l_all, acc_all, scale, stats_ptr, partial_ptr, first_at, num_items,
                 kv_head, r, d, valid, mask, HKV, D, BLOCK_M, BLOCK_N, BLOCK_D, SPLIT_LEN,
@@ -560,6 +573,12 @@ def tile_tokens(heads: Seq[HeadShape], prefill: bool) -> int:
     return min(tile_rows(each, prefill) // columns(each)[1] for each in heads)
 
 
+def _nodes_together(heads: HeadShape, wide: bool) -> int:
+    """Nodes of a tree whose keys and values are loaded together: what fits into registers and shared memory."""
+    fits = _TOGETHER_BYTES // (BLOCK_N * int(triton.next_power_of_2(heads.head_dim)) * (4 if wide else 2))
+    return max(1, min(fits, int(triton.next_power_of_2(tile_tokens([heads], False)))))
+
+
 class Items(NamedTuple):
     """What `_plan_kernel` writes."""
 
@@ -617,6 +636,7 @@ class Workspace:
             WINDOW=heads.window,
             SPLIT_LEN=split,
             FOLDED=folded,
+            HALVINGS=min(_HALVINGS, self.tokens.bit_length() - 1),
             BLOCK_T=next(size for size in _PLAN_SIZES if size >= num_tiles),
             BLOCK_I=triton.next_power_of_2(programs),
             num_warps=1 if num_tiles <= _PLAN_SIZES[0] else 4,
@@ -687,6 +707,8 @@ def paged_attention(
             LETS_NEXT=lets_next,
             PLANNED=planned,
             PATHS=0 if paths is None else paths.shape[1],
+            TOGETHER=_nodes_together(heads, wide),
+            PATH_STAGES=_PATH_STAGES,
             **early_launch(q.device),
         )
     if batch.prefill_tiles is not None:

@@ -6,12 +6,19 @@ import torch
 import triton
 import triton.language as tl
 
-from ssd.kernels.state import TreeRows
+from ssd.kernels.state import LastRows, TreeRows
 
 _COLUMNS = 1024  # of one program
 
 
 @triton.jit
+def _last_row(slot, accepted_ptr, path_ptr, path_stride):
+    """See `LastRows`."""
+    accepted = tl.load(accepted_ptr + slot)
+    return tl.where(accepted > 0, tl.load(path_ptr + slot * path_stride + tl.maximum(accepted - 1, 0)) + 1, 0)
+
+
+@triton.jit(do_not_specialize=["path_stride"])
 def _shift_kernel(
     fused_ptr,  # as wide as the head, like kept and hidden
     kept_ptr,
@@ -24,7 +31,9 @@ def _shift_kernel(
     start_ptr,
     out_mapping_ptr,
     before_ptr,
-    last_ptr,
+    accepted_ptr,
+    path_ptr,
+    path_stride,
     WIDTH: tl.constexpr,
     KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -40,7 +49,7 @@ def _shift_kernel(
     position = tl.load(positions_ptr + row)
     place, above = (position + KEPT - 1) % KEPT, row - 1
     if TREE:
-        place, above = tl.load(last_ptr + slot), tl.load(before_ptr + row)
+        place, above = _last_row(slot, accepted_ptr, path_ptr, path_stride), tl.load(before_ptr + row)
     at = (slot * KEPT + place).to(tl.int64) * WIDTH
     kept = tl.load(kept_ptr + at + column, mask=inside & real & first, other=0.0)
     own = tl.load(fused_ptr + above.to(tl.int64) * WIDTH + column, mask=inside & real & (first == 0), other=0.0)
@@ -103,10 +112,51 @@ def shift_and_keep(
     grid = len(fused), triton.cdiv(fused.shape[1], _COLUMNS)
     rows, sizes = (row_work, slots, query_start, positions), (fused.shape[1], kept.shape[1], _COLUMNS)
     starts, before, last = tree or (None, None, None)
-    of_tree = tree is not None
-    _shift_kernel[grid](fused, kept, hidden, *rows, slot_mapping, start, mapping, before, last, *sizes, of_tree)
+    of_tree, last_rows = tree is not None, _last_rows(last)
+    _shift_kernel[grid](fused, kept, hidden, *rows, slot_mapping, start, mapping, before, *last_rows, *sizes, of_tree)
     _keep_kernel[grid](fused, kept, *rows, starts, *sizes, of_tree)
     return hidden, mapping
+
+
+def _last_rows(last: LastRows | None) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
+    return (None, None, 0) if last is None else (*last, last.path.stride(0))
+
+
+@triton.jit(do_not_specialize=["path_stride", "out_stride"])
+def _before_kernel(
+    kept_ptr,
+    slots_ptr,
+    positions_ptr,
+    accepted_ptr,
+    path_ptr,
+    path_stride,
+    out_ptr,
+    out_stride,
+    WIDTH: tl.constexpr,
+    KEPT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots_ptr + row)
+    if accepted_ptr is not None:
+        place = _last_row(slot, accepted_ptr, path_ptr, path_stride)
+    else:
+        place = (tl.load(positions_ptr + row) + KEPT - 1) % KEPT
+    at = (slot * KEPT + place).to(tl.int64) * WIDTH
+    own = tl.load(kept_ptr + at + column, mask=column < WIDTH)
+    tl.store(out_ptr + row.to(tl.int64) * out_stride + column, own, mask=column < WIDTH)
+
+
+def before(
+    kept: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, last: LastRows | None, out: torch.Tensor
+) -> None:
+    """Writes what `shift_and_keep` has kept of the positions before these, the last ones that have any, to `out`
+    [rows, width]. `last`: with trees, whatever the positions are."""
+    rows, width = out.shape
+    _before_kernel[rows, triton.cdiv(width, _COLUMNS)](
+        *(kept, slots, positions, *_last_rows(last), out, out.stride(0), width, kept.shape[1], _COLUMNS)
+    )
 
 
 @triton.jit(do_not_specialize=["queries"])

@@ -599,6 +599,111 @@ def stage(
 
 
 @triton.jit(
+    do_not_specialize=[
+        *("reads", "given_stride", "table_stride", "table_columns", "padding_slot", "sequences", "depths"),
+        *("first_slot", "slots_per_branch"),
+    ]
+)
+def _read_kernel(
+    slots_ptr,
+    first_ptr,
+    count_ptr,
+    given_ptr,
+    tables_ptr,
+    table_rows_ptr,
+    tokens_ptr,
+    positions_ptr,
+    mapping_ptr,
+    context_ptr,
+    decided_ptr,
+    last_ptr,  # int64
+    beams_ptr,
+    reads,
+    given_stride,
+    table_stride,
+    table_columns,
+    padding_slot,
+    sequences,
+    depths,
+    first_slot,
+    slots_per_branch,
+    WIDTH: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BEAMS: tl.constexpr,
+):
+    sequence = tl.program_id(0)
+    first, count = tl.load(first_ptr + sequence), tl.load(count_ptr + sequence)
+    table = tables_ptr + tl.load(table_rows_ptr + sequence).to(tl.int64) * table_stride
+    j = tl.arange(0, BLOCK)
+    inside, position = j < reads, first + j
+    index = position // KV_BLOCK
+    known = inside & (j < count) & (index < tl.minimum(tl.load(table), table_columns - 1))
+    block = tl.load(table + 1 + index, mask=known, other=0)
+    row = sequence * reads + j
+    token = tl.load(given_ptr + sequence * given_stride + j, mask=inside, other=0)
+    tl.store(tokens_ptr + row, token, mask=inside)
+    tl.store(positions_ptr + row, position, mask=inside)
+    slot = tl.where(known, block * KV_BLOCK + position % KV_BLOCK, padding_slot)
+    tl.store(mapping_ptr + row, slot, mask=inside)
+    read = tl.minimum(count, reads)
+    tl.store(context_ptr + sequence, first + reads)
+    tl.store(decided_ptr + sequence, first + read)
+    tl.store(last_ptr + sequence, (sequence * reads + read - 1).to(tl.int64))
+    if beams_ptr is not None:
+        b = tl.arange(0, BEAMS)
+        beam, rows = sequence * WIDTH + b, sequences * WIDTH
+        for depth in range(depths):
+            at = beams_ptr + depth * 4 * rows + beam
+            tl.store(at, tl.zeros((BEAMS,), tl.int32) + first + read + depth, mask=b < WIDTH)
+            tl.store(at + rows, first_slot + beam * slots_per_branch + depth, mask=b < WIDTH)
+            tl.store(at + 2 * rows, tl.zeros((BEAMS,), tl.int32) + first + read + depth + 1, mask=b < WIDTH)
+            tl.store(at + 3 * rows, tl.zeros((BEAMS,), tl.int32) + tl.load(slots_ptr + sequence), mask=b < WIDTH)
+
+
+def read_rows(
+    *,
+    slots: torch.Tensor,
+    first: torch.Tensor,
+    count: torch.Tensor,
+    given: torch.Tensor,
+    tables: torch.Tensor,
+    table_rows: torch.Tensor,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    context_len: torch.Tensor,
+    decided: torch.Tensor,
+    last: torch.Tensor,
+    beams: torch.Tensor | None,
+    padding_slot: int,
+    block_size: int,
+    first_slot: int,
+    slots_per_branch: int,
+) -> None:
+    """Inputs of the forward pass that reads `given` [sequences, some]: of each sequence as many tokens as rows are
+    there for. Of its `count` tokens and no others the KV is written to its blocks, `table_rows` of the tables.
+
+    Written, per row: token, position, KV slot. Per sequence: the end of the rows' positions, the position that its last
+    token decides, and the row of that token (`last`, int64). `beams` [depths, 4, rows of beams] or None: positions, KV
+    slots, positions decided and slots of sequences of the rows behind it, as those of `extend_rows`.
+    """
+    n = len(slots)
+    width = 1 if beams is None else beams.shape[2] // n
+    _read_kernel[(n,)](
+        *(slots, first, count, given, tables, table_rows),
+        *(tokens, positions, slot_mapping, context_len, decided, last, beams),
+        *(len(tokens) // n, given.stride(0), tables.stride(0), tables.shape[1], padding_slot),
+        *(n, 0 if beams is None else len(beams), first_slot, slots_per_branch),
+        WIDTH=width,
+        KV_BLOCK=block_size,
+        BLOCK=triton.next_power_of_2(len(tokens) // n),
+        BEAMS=triton.next_power_of_2(width),
+        num_warps=1,
+    )
+
+
+@triton.jit(
     do_not_specialize=["width", "depth", "after_stride", "token_stride", "draft_stride", "chain_stride", "hit", "miss"]
 )
 def _look_up_kernel(

@@ -14,9 +14,9 @@ _BLOCK = 32  # candidates that all others are compared with at a time
 
 @triton.jit(do_not_specialize=["first", "total", "stride"])
 def _grow_kernel(
-    tokens_ptr, scores_ptr, best_ptr, chosen_ptr,
+    tokens_ptr, scores_ptr, slots_ptr, temperature_ptr, best_ptr, chosen_ptr,
     all_tokens_ptr, all_scores_ptr, all_above_ptr, beam_tokens_ptr, rows_ptr, next_best_ptr, next_chosen_ptr,
-    first, total, stride, vocab_size,
+    first, total, stride, column_stride, vocab_size, known, sharpness,
     WIDTH: tl.constexpr, RANKS: tl.constexpr, CHILDREN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One sequence: WIDTH rows with RANKS tokens each, of which the first CHILDREN are candidates."""
@@ -25,6 +25,9 @@ def _grow_kernel(
     c = tl.arange(0, RANKS)
     row = sequence * WIDTH + w
     x = tl.load(scores_ptr + row[:, None] * RANKS + c[None, :], mask=(w < WIDTH)[:, None], other=float("-inf"))
+    slot = tl.maximum(tl.load(slots_ptr + sequence), 0).to(tl.int64)
+    if tl.load(temperature_ptr + slot * column_stride) == 0:
+        x *= sharpness
     x -= tl.max(x, axis=1)[:, None]
     x -= tl.log(tl.sum(tl.exp(x), axis=1))[:, None]
     above = tl.full((BLOCK,), -1, tl.int32)
@@ -47,7 +50,8 @@ def _grow_kernel(
         chosen = tl.min(tl.min(tl.where(equal, index, 2147483647), axis=1), axis=0)
         mine = index == chosen
         to = sequence * CHILDREN + i
-        tl.store(beam_tokens_ptr + to * stride, tl.sum(tl.sum(tl.where(mine & free, token, 0), axis=1), axis=0))
+        chosen_token = tl.sum(tl.sum(tl.where(mine & free, token, 0), axis=1), axis=0)
+        tl.store(beam_tokens_ptr + to * stride, tl.minimum(chosen_token, known - 1))
         tl.store(rows_ptr + to, sequence * WIDTH + chosen // CHILDREN)
         tl.store(next_best_ptr + to, largest)
         tl.store(next_chosen_ptr + to, first + chosen)
@@ -57,6 +61,8 @@ def _grow_kernel(
 def grow(
     tokens: torch.Tensor,
     scores: torch.Tensor,
+    slots: torch.Tensor,
+    temperature: torch.Tensor,
     beams: tuple[torch.Tensor, torch.Tensor] | None,
     candidates: Candidates,
     following: torch.Tensor,
@@ -64,13 +70,17 @@ def grow(
     first: int,
     children: int,
     vocab_size: int,
+    known: int,
+    sharpness: float,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     """The next level of some trees, from the best tokens of its rows and their scores: [rows, ranks].
 
+    `slots`: of the sequences; where the `temperature` of a slot is 0, scores are multiplied by `sharpness`.
+
     `beams`: scores of the rows, and which candidates they are; None: each sequence has one row, the root. Of each row
     the first `children` tokens become candidates, from `first` on; the best of these, as many, are the next beams.
-    Their tokens are written to `following`, int32 [sequences * children]. Returns the rows (int64) that they are
-    behind, and `beams` of the next level.
+    Their tokens are written to `following`, int32 [sequences * children]; those beyond `known`, the draft's vocabulary,
+    as its last one. Returns the rows (int64) that they are behind, and `beams` of the next level.
     """
     n, total = candidates.scores.shape
     device = scores.device
@@ -80,8 +90,8 @@ def grow(
     best = torch.empty((n, children), dtype=torch.float32, device=device)
     width = len(scores) // n
     _grow_kernel[(n,)](
-        *(tokens, scores, *(beams or (None, None)), *candidates, following, rows, best, chosen),
-        *(first, total, following.stride(0), vocab_size),
+        *(tokens, scores, slots, temperature, *(beams or (None, None)), *candidates, following, rows, best, chosen),
+        *(first, total, following.stride(0), temperature.stride(0), vocab_size, known, sharpness),
         WIDTH=width,
         RANKS=scores.shape[1],
         CHILDREN=children,

@@ -254,6 +254,14 @@ struct stage {
     int fork;
 };
 
+struct read_rows { /* given: [sequences][ld_given]; beams: [depths][4][sequences * width], or NULL */
+    const int32_t *slots, *first, *count, *given, *tables, *table_rows;
+    int32_t *tokens, *positions, *slot_mapping, *context_len, *decided, *beams;
+    int64_t *last;
+    long sequences, reads, ld_given, ld_tables, table_columns, padding_slot, block_size;
+    long width, depths, first_slot, slots_per_branch;
+};
+
 struct look_up {
     struct state;
     const int32_t *slots, *after, *chain;

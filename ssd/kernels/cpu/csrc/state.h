@@ -213,6 +213,32 @@ int ssd_stage(const void *given, int threads) {
     return 0;
 }
 
+int ssd_read_rows(const void *given, int threads) {
+    const struct read_rows *a = given;
+    const long reads = a->reads, width = a->width, rows = a->sequences * width;
+    for (long i = 0, row = 0; i < a->sequences; i++) {
+        const int32_t *table = a->tables + a->table_rows[i] * a->ld_tables;
+        long first = a->first[i], read = min_l(a->count[i], reads), blocks = min_l(table[0], a->table_columns - 1);
+        if (first < 0) return 1;
+        for (long j = 0; j < reads; j++, row++) {
+            long position = first + j, block = position / a->block_size;
+            int known = j < a->count[i] && block < blocks;
+            a->tokens[row] = a->given[i * a->ld_given + j], a->positions[row] = (int32_t)position;
+            a->slot_mapping[row] =
+                (int32_t)(known ? table[1 + block] * a->block_size + position % a->block_size : a->padding_slot);
+        }
+        a->context_len[i] = (int32_t)(first + reads), a->decided[i] = (int32_t)(first + read);
+        a->last[i] = i * reads + read - 1;
+        for (long depth = 0; depth < a->depths; depth++)
+            for (long beam = i * width; beam < (i + 1) * width; beam++) {
+                int32_t *to = a->beams + depth * 4 * rows + beam;
+                to[0] = (int32_t)(first + read + depth), to[2 * rows] = to[0] + 1, to[3 * rows] = a->slots[i];
+                to[rows] = (int32_t)(a->first_slot + beam * a->slots_per_branch + depth);
+            }
+    }
+    return 0;
+}
+
 int ssd_look_up(const void *given, int threads) {
     const struct look_up *a = given;
     const long width = a->width, branches = a->branches, ld = a->ld, depth = a->depth;
