@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ssd.kernels.cuda.launch import shared_memory
+from ssd.kernels.cuda.launch import early_launch, shared_memory
 from ssd.kernels.triton.e4m3 import widen_bits
 from ssd.kernels.triton.epilogue import gate_and_up, rounded_gate, wide_gate
 from ssd.kernels.triton.packing import FP4_PLACES, SHARED_BITS, STRIP, UNIT, PackedCodes
@@ -456,10 +456,12 @@ def _widen_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _finish_kernel(sum_ptr, scale_ptr, row_scale_ptr, bias_ptr, y_ptr, num_rows, N, sum_stride, y_stride,
-                   GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                   SEGMENTS: tl.constexpr):  # fmt: skip
+                   GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEGMENTS: tl.constexpr,
+                   EARLY: tl.constexpr):  # fmt: skip
     """What `_quantized_kernel` does with sums, for those [SEGMENTS, num_rows, N] of the widened codes, which are added
     in their order."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n0 = tl.program_id(1) * BLOCK_N
     n = n0 + tl.arange(0, BLOCK_N)
@@ -607,6 +609,7 @@ def wide_linear(
             *(sums, weight.scales.flatten()[start:], row_scales, None if bias is None else bias[start:], part),
             *(num_rows, count, sums.stride(0), y.stride(0)),
             **{"GATED": gated, "BLOCK_M": 16, "BLOCK_N": 128, "SEGMENTS": 1},
+            **early_launch(x.device),
         )
     return y
 
@@ -618,4 +621,5 @@ def finished(sums: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, *, 
     _finish_kernel[(triton.cdiv(rows, 16), triton.cdiv(columns, 128))](
         *(sums, None, None, bias, y, rows, columns, sums.stride(1), y.stride(0)),
         **{"GATED": gated, "BLOCK_M": 16, "BLOCK_N": 128, "SEGMENTS": segments},
+        **early_launch(sums.device),
     )
