@@ -21,6 +21,7 @@ static void run_fiber() {
 extern "C" bool launch(const void* const* params, u32 blocks, u32 threads, u32 shared, u32 seed) {
     launched = params, gridDim.x = blocks, blockDim.x = threads, emulator.failed = false;
     std::vector<Block> grid(blocks);
+    grid_blocks = grid.data();
     std::vector<Fiber> fibers(blocks * blockDim.x);
     for (u32 i = 0; i < fibers.size(); ++i) {
         Fiber& f = fibers[i];

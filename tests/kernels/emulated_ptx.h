@@ -25,6 +25,10 @@ typedef unsigned short bf16;
 #define __grid_constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
 #define step emulated_step  // the C library has a `step`, too
 
 struct uint2 {
@@ -63,7 +67,7 @@ struct Block {
     u32 number;
     std::vector<unsigned char> shared;
     std::map<u64*, Barrier> barriers;
-    Gathering some, all;
+    Gathering some, all, cluster;
     std::vector<Warp> warps;
     std::vector<Warpgroup> warpgroups;
     std::vector<std::function<void()>> copies;  // under way; they end in any order
@@ -76,6 +80,7 @@ struct Fiber {
     bool ended;
 };
 static Fiber* fiber;
+static Block* grid_blocks;
 static ucontext_t scheduler;
 static struct {
     u32 x;
@@ -232,6 +237,10 @@ static float __fadd_rn(float a, float b) { return a + b; }
 static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 
 static u32 kept(u32 v) { return v; }
+template <int COUNT>
+static void more_registers() {}
+template <int COUNT>
+static void fewer_registers() {}
 static int thread() { return threadIdx.x; }
 static u32 shared_address(const void* p) { return (const unsigned char*)p - memory; }
 static u32 shared1(u32 at) { return memory[at]; }
@@ -316,6 +325,17 @@ static void mbarrier_expect_if(bool wanted, u64* b, u32 bytes) {
     if (wanted) mbarrier_expect(b, bytes);
 }
 static void mbarriers_are_ready() {}
+// Of a cluster of CLUSTER blocks.
+static u32 cluster_rank() { return fiber->block->number % CLUSTER; }
+static Block& block_of_cluster(u32 rank) { return grid_blocks[fiber->block->number / CLUSTER * CLUSTER + rank]; }
+static void meet_cluster() { gather(block_of_cluster(0).cluster, CLUSTER * blockDim.x); }
+static void mbarrier_arrive_at(u64* b, u32 rank) {
+    Block& block = block_of_cluster(rank);
+    Barrier& barrier = block.barriers[(u64*)(block.shared.data() + shared_address(b))];
+    --barrier.pending;
+    barrier.check();
+}
+static bool mbarrier_passed_by_cluster(u64* b, u32 parity) { return mbarrier_passed(b, parity); }
 static u64 evict_first() { return 0; }
 static void copy_to_shared(void* to, const void* from, u32 bytes, u64* b, u64) {
     Barrier& barrier = fiber->block->barriers[b];
@@ -396,6 +416,19 @@ static void wgmma(float (&d)[n], u64 a, u64 b) {
         const int row = warp * 16 + lane / 4 + 8 * (e % 4 / 2), column = e / 4 * 8 + lane % 4 * 2 + e % 2;
         float sum = 0;
         for (int k = 0; k < 16; ++k) sum += at(a, row, k) * at(b, column, k);
+        d[e] += sum;
+    }
+}
+template <int n>
+static void wgmma_turned(float (&d)[n], u64 a, u64 b) {
+    const int lane = fiber->number % 32, warp = fiber->number % 128 / 32;
+    const auto at = [](u64 rows, int row, int k) {
+        return __uint_as_float((u32) * (const bf16*)(memory + swizzled((u32)rows * 16 + row * 128 + k * 2)) << 16);
+    };
+    for (int e = 0; e < n; ++e) {
+        const int row = warp * 16 + lane / 4 + 8 * (e % 4 / 2), column = e / 4 * 8 + lane % 4 * 2 + e % 2;
+        float sum = 0;
+        for (int k = 0; k < 16; ++k) sum += at(a, k, row) * at(b, column, k);
         d[e] += sum;
     }
 }

@@ -14,10 +14,13 @@ What several programs compute of a tile is folded by a kernel of its own, in whi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
+from ssd.kernels.cuda import latent_attention as cuda
 from ssd.kernels.cuda.launch import early_launch, processors
 from ssd.kernels.ops import DeviceBatch, HeadShape
 from ssd.kernels.triton.attention import (
@@ -26,6 +29,7 @@ from ssd.kernels.triton.attention import (
     LATENT_SPLIT,
     LOG2_E,
     MMA_COLUMNS,
+    WORKSPACE_PIECES,
     Workspace,
     branch_columns,
     columns,
@@ -344,6 +348,44 @@ def _fold_kernel(
     tl.store(out_ptr + flat[None, :] * D + d[:, None], out, mask=(d < D)[:, None] & valid[None, :])
 
 
+@dataclass(frozen=True)
+class Clusters:
+    """How the CUDA kernel computes the tiles of a batch: by how many blocks together, with what places of the workspace
+    for each part of the heads."""
+
+    tile: cuda.Tile
+    size: int
+    capacity: int
+
+    @classmethod
+    def of(cls, batch: DeviceBatch, heads: HeadShape, cache: torch.Tensor, workspace: Workspace) -> Clusters | None:
+        """None: the batch is for Triton's kernel."""
+        parts, group = columns(heads)
+        tile = cuda.Tile(parts, group, tile_rows(heads, False) // group * group)
+        if not cuda.takes(heads, tile, cache, plain=batch.branches is None and batch.tree is None):
+            return None
+        size = cuda.cluster_size(batch.tiles.shape[1], parts, cache.device)
+        sizes = workspace.partial.numel() // heads.value_dim, workspace.stats.numel() // (2 * size)
+        places = min(sizes) // tile.padded
+        free = places - cuda.scratch_places(size, cache.device)
+        return cls(tile, size, min(WORKSPACE_PIECES, free // parts))
+
+    def items(
+        self, batch: DeviceBatch, heads: HeadShape, workspace: Workspace, *, before_pass: bool = False
+    ) -> torch.Tensor:
+        programs = max(1, processors(batch.tiles.device) // self.size // self.tile.parts)
+        form = {"before_pass": before_pass, "whole": True, "capacity": self.capacity}
+        return workspace.items(batch, heads, programs, **form).items
+
+
+def plan(batch: DeviceBatch, heads: HeadShape, cache: torch.Tensor, workspace: Workspace) -> None:
+    """See `Ops.plan`."""
+    if (clusters := Clusters.of(batch, heads, cache, workspace)) is not None:
+        clusters.items(batch, heads, workspace, before_pass=True)
+    else:
+        workspace.items(batch, heads, before_pass=True)
+
+
 def latent_attention(
     q: torch.Tensor,
     batch: DeviceBatch,
@@ -395,7 +437,13 @@ def latent_attention(
             **options,
         )
 
-    if num_tiles := batch.tiles.shape[1]:
+    num_tiles = batch.tiles.shape[1]
+    clusters = Clusters.of(batch, heads, cache, workspace) if num_tiles else None
+    if clusters is not None:
+        own = clusters.items(batch, heads, workspace), (workspace.partial, workspace.stats, workspace.count)
+        form = clusters.tile, clusters.size, cache
+        cuda.attend(q, out, batch, *form, *own, clusters.capacity, softmax, lets_next=lets_next)
+    elif num_tiles:
         items, tiles, planned = workspace.items(batch, heads)
         depth, width = branch_columns(batch)
         form = {"WIDTH": width, "FIRST": heads.first_position, "TOKENS": 0}
