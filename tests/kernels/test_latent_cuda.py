@@ -35,18 +35,21 @@ def latents() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def items_of(sequences: list[Sequence]) -> torch.Tensor:
-    """Row, tokens, position, table, first piece, last, pieces, items, place; two of padding."""
-    items, row, place = [], 0, 3
+    """Row, tokens, position, table, first piece, last, pieces, items, place, tokens before; two of padding."""
+    items: list[list[int]] = []
+    row, place = 0, 3
     for each in sequences:
         pieces = -(-(each.position + each.tokens) // 128)
         firsts = range(0, pieces, 8 * each.shared)
         for first in firsts:
             end = min(pieces, first + 8 * each.shared)
             at = place if len(firsts) > 1 else -1
-            items.append([row, each.tokens, each.position, each.table, first, end, pieces, len(firsts), at])
+            items.append(
+                [row, each.tokens, each.position, each.table, first, end, pieces, len(firsts), at, each.position]
+            )
         row, place = row + each.tokens, place + -(-pieces // 8)
     made = torch.full((len(items) + 2, 16), -1, dtype=torch.int32)
-    made[: len(items), :9] = torch.tensor(items)
+    made[: len(items), :10] = torch.tensor(items)
     return made
 
 
@@ -64,22 +67,22 @@ def attend(
     count = torch.zeros(CAPACITY * parts * cluster, dtype=torch.int32)
     params = kernel.Params(
         *(tensor.data_ptr() for tensor in (out, partial, stats, count, items, tables)),
-        *(tables.stride(0), SCALE * 1.4426950408889634, len(items), parts, BLOCK_SIZE, CAPACITY * parts, 0),
+        *(tables.stride(0), SCALE * 1.4426950408889634, len(items), parts, BLOCK_SIZE, CAPACITY * parts, seed % 2, 0),
     )
     maps = [
         TensorMap(q.data_ptr(), tokens * heads, WIDTH, WIDTH // 64, WIDTH // 64, tile.padded),
         TensorMap(cache.data_ptr(), BLOCKS * BLOCK_SIZE, WIDTH, WIDTH // 64, 1, kernel.STEP),
     ]
     library = emulated_kernel(kernel.SOURCE, "attend", macros)
-    shared = kernel.shared_bytes(macros)
-    assert library.launch(addresses(*maps, params), clusters * cluster, kernel.THREADS, shared, seed), "endless wait"
+    sizes = clusters * cluster, kernel.THREADS, tile.shared
+    assert library.launch(addresses(*maps, params), *sizes, seed), "a wait is endless"
     assert not count.any()
     return out
 
 
 def expected(q: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     cache, tables = latents()
-    found = []
+    found: list[torch.Tensor] = []
     for each in sequences:
         keys = cache[tables[each.table].long()].flatten(0, 1).float()
         for token in range(each.tokens):

@@ -38,7 +38,6 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ssd.kernels.cuda import fp8_attention
-from ssd.kernels.cuda.latent_attention import CLUSTERS
 from ssd.kernels.cuda.launch import early_launch, processors
 from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales
 from ssd.kernels.triton.e4m3 import as_bytes, beside, widen, widening
@@ -57,6 +56,7 @@ _PROGRAMS = 2  # of the decode kernel per multiprocessor, for which pieces are s
 _DECODE_WARPS, _PREFILL_WARPS = 4, 8
 _TMA_BYTES = 32  # of a head at one position, at least: shared memory is laid out by 32 bytes
 WORKSPACE_PIECES = 1024  # of tiles that several programs compute
+_SLICES = 8  # of a tile's columns in `latent_attention.cu`, at most: as many as a cluster has blocks
 _MORE = tl.constexpr(7)  # pieces that an item can have beyond a program's share
 ITEM = tl.constexpr(16)  # integers of a work item, see `_plan_kernel`
 _FAR = tl.constexpr(1 << 30)  # behind all positions
@@ -215,7 +215,8 @@ def _plan_kernel(
 
     An item: first query row of the tile (-1: padding), number of query tokens, position of the first, row of the block
     tables; first piece of the item, piece after its last; the tile's pieces, its items, and the place of its first
-    piece in the workspace (-1: one program computes all of them); with a window, the tile's first piece.
+    piece in the workspace (-1: one program computes all of them); with a window, the tile's first piece (else, with
+    FOLDED, how many tokens of the sequence are there before this pass).
 
     FOLDED: pieces that are folded together before others are. If it is not 1, an item has a few pieces, or some such
     groups (WHOLE: always such groups), and its last integer is how many pieces have a place together: 1, or FOLDED.
@@ -300,6 +301,7 @@ def _plan_kernel(
         tl.store(at + 7, own_items, mask=mask)
         tl.store(at + 8, own_place, mask=mask)
         if FOLDED > 1:
+            tl.store(at + 9, tl.sum(tl.where(mine, position - first, 0)), mask=mask)
             tl.store(at + 10, unit, mask=mask)
             tile_at = items_ptr + (max_items + tile) * ITEM
             tl.store(tile_at, own_row)
@@ -581,7 +583,7 @@ class Workspace:
         wide = max(n * each.value_dim for n, each in zip(rows, heads, strict=True))
         self.partial = torch.empty(wide, dtype=torch.float32, device=device)
         # Of each tile, or of each slice of its columns (`latent_attention.cu`): statistics, and programs that are done.
-        slices = max(CLUSTERS) if any(each.latent_dim for each in heads) else 1
+        slices = _SLICES if any(each.latent_dim for each in heads) else 1
         self.stats = torch.empty(max(rows) * slices * 2, dtype=torch.float32, device=device)
         self.count = torch.zeros(max(pieces) * slices, dtype=torch.int32, device=device)
         self._planned: dict[tuple[int, int, int, bool], tuple[DeviceBatch, Items]] = {}  # by window, piece, programs

@@ -45,19 +45,31 @@ struct Params {
     const int *items, *tables;
     long long table_stride;
     float scale;
-    int num_items, parts, block_size, scratch, lets_next;
+    int num_items, parts, block_size, scratch, planned, lets_next;
 };
 
 struct Item {
-    int first_row, tokens, first_position, table, first, last, num_items, place, part;
+    int first_row, tokens, first_position, table, first, last, num_items, place, before, part;
     __device__ __forceinline__ Item(const Params& p, int unit) {
         const int* from = p.items + unit / p.parts * ITEM;
         first_row = from[0], tokens = from[1], first_position = from[2], table = from[3];
-        first = from[4], last = from[5], num_items = from[7], place = from[8], part = unit % p.parts;
+        first = from[4], last = from[5], num_items = from[7], place = from[8], before = from[9], part = unit % p.parts;
         groups = (from[6] + FOLDED - 1) / FOLDED;
     }
     int groups;  // of the tile
     __device__ __forceinline__ int stop() const { return min(first_position + tokens, last * SPLIT); }
+};
+
+// The wait for earlier kernels: once, and late where items, tables and older keys are there before (`launch.py`).
+struct Earlier {
+    bool running = true;
+    __device__ __forceinline__ explicit Earlier(bool planned) {
+        if (!planned) wait();
+    }
+    __device__ __forceinline__ void wait() {
+        if (running) wait_for_earlier_kernels();
+        running = false;
+    }
 };
 
 // What the blocks of a cluster do together: the pieces that this one computes from `first` on, `by` apart.
@@ -424,10 +436,12 @@ __device__ __forceinline__ void compute(const Params& p, Shared& shared, const I
 __device__ __forceinline__ void consume(const Params& p, Shared& shared, int rank, int warp) {
     const int lane = threadIdx.x % 32, cluster = blockIdx.x / CLUSTER;
     const u64 scratch = p.scratch + cluster * SCRATCH;
+    Earlier earlier(p.planned);
     Place at;
     u32 rounds = 0, items = 0;
     for (int unit = cluster; unit < p.num_items * p.parts; unit += gridDim.x / CLUSTER, ++items) {
         const Item item(p, unit);
+        earlier.wait();
         if (item.first_row < 0) break;
         const bool shares = item.num_items > 1;  // all groups are folded in the end
         const u64 groups = (u64)item.place * p.parts + item.part;
@@ -468,6 +482,7 @@ __device__ __forceinline__ void consume(const Params& p, Shared& shared, int ran
 
 __device__ __forceinline__ void produce_keys(const Params& p, Shared& shared, const TensorMap& kv, int rank) {
     const bool leader = threadIdx.x % 32 == 0;
+    Earlier earlier(p.planned);
     Place at;
     u32 filled = 0;  // tiles, up to the ring's
     for (int unit = blockIdx.x / CLUSTER; unit < p.num_items * p.parts; unit += gridDim.x / CLUSTER) {
@@ -482,7 +497,9 @@ __device__ __forceinline__ void produce_keys(const Params& p, Shared& shared, co
                                       table[then / p.block_size] * p.block_size + then % p.block_size};
 #pragma unroll
                 for (int k = 0; k < 2 * PARTS; ++k) {
-                    if (k >= PARTS && from + STEP >= stop) break;
+                    const int start = from + k / PARTS * STEP;
+                    if (start >= stop) break;
+                    if (start + STEP > item.before) earlier.wait();
                     if (filled >= TILES)
                         wait(&shared.empty[at.tile], at.parity ^ 1);
                     else
@@ -498,9 +515,11 @@ __device__ __forceinline__ void produce_keys(const Params& p, Shared& shared, co
 }
 __device__ __forceinline__ void produce_queries(const Params& p, Shared& shared, const TensorMap& q) {
     const bool leader = threadIdx.x % 32 == 0;
+    Earlier earlier(p.planned);
     u32 items = 0;
     for (int unit = blockIdx.x / CLUSTER; unit < p.num_items * p.parts; unit += gridDim.x / CLUSTER, ++items) {
         const Item item(p, unit);
+        earlier.wait();
         if (item.first_row < 0) break;
         if (items > 0) wait(&shared.q_empty, items - 1 & 1);
         __syncwarp();
@@ -524,7 +543,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 
     __syncthreads();
     meet_cluster();  // barriers of other blocks are ready
     if (p.lets_next) let_later_kernels_begin();
-    wait_for_earlier_kernels();
+    if (warp == CONSUMERS && threadIdx.x % 32 == 0) prefetch(kv);
+    if (warp == CONSUMERS + 1 && threadIdx.x % 32 == 0) prefetch(q);
     if (warp < CONSUMERS) {
         more_registers<232>();
         consume(p, shared, rank, warp);
