@@ -78,6 +78,7 @@ struct Fiber {
     Block* block;
     u32 number;
     bool ended;
+    u32 meetings;  // of its cluster
 };
 static Fiber* fiber;
 static Block* grid_blocks;
@@ -328,7 +329,14 @@ static void mbarriers_are_ready() {}
 // Of a cluster of CLUSTER blocks.
 static u32 cluster_rank() { return fiber->block->number % CLUSTER; }
 static Block& block_of_cluster(u32 rank) { return grid_blocks[fiber->block->number / CLUSTER * CLUSTER + rank]; }
-static void meet_cluster() { gather(block_of_cluster(0).cluster, CLUSTER * blockDim.x); }
+static void arrive_at_cluster() {
+    Gathering& g = block_of_cluster(0).cluster;
+    ++fiber->meetings;
+    if (++g.arrived == CLUSTER * (int)blockDim.x) g.arrived = 0, ++g.times;
+}
+static void meet_cluster() {
+    while (block_of_cluster(0).cluster.times < fiber->meetings) yield();
+}
 static void mbarrier_arrive_at(u64* b, u32 rank) {
     Block& block = block_of_cluster(rank);
     Barrier& barrier = block.barriers[(u64*)(block.shared.data() + shared_address(b))];

@@ -13,7 +13,7 @@ from conftest import mostly_slow
 from tests.kernels.emulation import COMPILER, TensorMap, addresses, emulated_kernel, params_of_source
 
 kernel = pytest.importorskip("ssd.kernels.cuda.latent_attention", reason="triton is not installed")
-BLOCK_SIZE, BLOCKS, CAPACITY, WIDTH = 128, 40, 24, kernel.HEAD_DIM
+BLOCK_SIZE, BLOCKS, CAPACITY, WIDTH = 256, 40, 24, kernel.HEAD_DIM
 SCALE = 0.06
 
 
@@ -93,7 +93,7 @@ def expected(q: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
 
 
 # One group of each, or several that clusters share; steps and pieces that end in the middle.
-SEQUENCES = [Sequence(0, 1099, 1, shared=1), Sequence(1, 63, 1), Sequence(2, 1150, 1), Sequence(3, 300, 1)]
+SEQUENCES = [Sequence(0, 1099, 1, shared=1), Sequence(1, 63, 1), Sequence(2, 2100, 1), Sequence(3, 300, 1)]
 
 
 def test_params_are_those_of_the_source() -> None:

@@ -541,18 +541,21 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 
         mbarriers_are_ready();
     }
     __syncthreads();
-    meet_cluster();  // barriers of other blocks are ready
+    arrive_at_cluster();
     if (p.lets_next) let_later_kernels_begin();
     if (warp == CONSUMERS && threadIdx.x % 32 == 0) prefetch(kv);
     if (warp == CONSUMERS + 1 && threadIdx.x % 32 == 0) prefetch(q);
     if (warp < CONSUMERS) {
         more_registers<232>();
+        meet_cluster();  // barriers of other blocks are ready
         consume(p, shared, rank, warp);
     } else {
         fewer_registers<40>();
         if (warp == CONSUMERS) produce_keys(p, shared, kv, rank);
         if (warp == CONSUMERS + 1) produce_queries(p, shared, q);
+        __syncwarp();
+        meet_cluster();
     }
-    __syncwarp();
+    arrive_at_cluster();
     meet_cluster();  // no block ends while others arrive at its barriers
 }

@@ -410,15 +410,14 @@ __device__ __forceinline__ void meet() {
     asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory");
 }
 __device__ __forceinline__ void meet(int count) { asm volatile("bar.sync 1, %0;" ::"r"(count) : "memory"); }
-// Of a cluster of blocks: the number of this one, and a meeting of all threads.
+// Of a cluster of blocks: the number of this one, and a meeting of all threads, which arrive and then wait.
 __device__ __forceinline__ u32 cluster_rank() {
     u32 rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-__device__ __forceinline__ void meet_cluster() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
+__device__ __forceinline__ void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void meet_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 // Arrives at the barrier that another block of the cluster has at the same address, and waits for such arrivals.
 __device__ __forceinline__ void mbarrier_arrive_at(u64* b, u32 rank) {
     asm volatile(
