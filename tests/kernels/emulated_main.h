@@ -21,14 +21,13 @@ static void run_fiber() {
 extern "C" bool launch(const void* const* params, u32 blocks, u32 threads, u32 shared, u32 seed) {
     launched = params, gridDim.x = blocks, blockDim.x = threads, emulator.failed = false;
     std::vector<Block> grid(blocks);
-    grid_blocks = grid.data();
     std::vector<Fiber> fibers(blocks * blockDim.x);
     for (u32 i = 0; i < fibers.size(); ++i) {
         Fiber& f = fibers[i];
         Block& block = grid[i / blockDim.x];
         block.number = i / blockDim.x, block.shared.resize(shared, 0xee), block.warps.resize(blockDim.x / 32);
         block.warpgroups.resize(blockDim.x / 128);
-        f.block = &block, f.number = i % blockDim.x, f.ended = false, f.meetings = 0, f.stack.resize(128 << 10);
+        f.block = &block, f.number = i % blockDim.x, f.ended = false, f.stack.resize(128 << 10);
         getcontext(&f.context);
         f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = f.stack.size();
         makecontext(&f.context, run_fiber, 0);

@@ -25,10 +25,6 @@ typedef unsigned short bf16;
 #define __grid_constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __cluster_dims__(...)
-#ifndef CLUSTER
-#define CLUSTER 1
-#endif
 #define step emulated_step  // the C library has a `step`, too
 
 struct uint2 {
@@ -40,9 +36,13 @@ struct uint4 {
 struct float2 {
     float x, y;
 };
+struct float4 {
+    float x, y, z, w;
+};
 static uint2 make_uint2(u32 a, u32 b) { return {a, b}; }
 static uint4 make_uint4(u32 a, u32 b, u32 c, u32 d) { return {a, b, c, d}; }
 static float2 make_float2(float a, float b) { return {a, b}; }
+static float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
 
 struct Gathering {
     int arrived = 0;
@@ -67,7 +67,7 @@ struct Block {
     u32 number;
     std::vector<unsigned char> shared;
     std::map<u64*, Barrier> barriers;
-    Gathering some, all, cluster;
+    Gathering some[3], all;
     std::vector<Warp> warps;
     std::vector<Warpgroup> warpgroups;
     std::vector<std::function<void()>> copies;  // under way; they end in any order
@@ -78,10 +78,8 @@ struct Fiber {
     Block* block;
     u32 number;
     bool ended;
-    u32 meetings;  // of its cluster
 };
 static Fiber* fiber;
-static Block* grid_blocks;
 static ucontext_t scheduler;
 static struct {
     u32 x;
@@ -116,11 +114,15 @@ static u32 (*exchanged(const u32* values, int count))[6] {
 static void __syncwarp() { gather(fiber->block->warps[fiber->number / 32].gathering, 32); }
 static void __syncthreads() { gather(fiber->block->all, blockDim.x); }
 static void __threadfence() {}
-template <int COUNT>
+template <int COUNT, int BARRIER = 1>
 static void meet() {
-    gather(fiber->block->some, COUNT);
+    gather(fiber->block->some[BARRIER], COUNT);
 }
-static void meet(int count) { gather(fiber->block->some, count); }
+static void meet(int count) { gather(fiber->block->some[1], count); }
+template <typename T>
+static T& in_memory(T& v) {
+    return v;
+}
 static void wait_for_earlier_kernels() {}
 static void let_later_kernels_begin() {}
 static void pause() { yield(); }
@@ -326,24 +328,6 @@ static void mbarrier_expect_if(bool wanted, u64* b, u32 bytes) {
     if (wanted) mbarrier_expect(b, bytes);
 }
 static void mbarriers_are_ready() {}
-// Of a cluster of CLUSTER blocks.
-static u32 cluster_rank() { return fiber->block->number % CLUSTER; }
-static Block& block_of_cluster(u32 rank) { return grid_blocks[fiber->block->number / CLUSTER * CLUSTER + rank]; }
-static void arrive_at_cluster() {
-    Gathering& g = block_of_cluster(0).cluster;
-    ++fiber->meetings;
-    if (++g.arrived == CLUSTER * (int)blockDim.x) g.arrived = 0, ++g.times;
-}
-static void meet_cluster() {
-    while (block_of_cluster(0).cluster.times < fiber->meetings) yield();
-}
-static void mbarrier_arrive_at(u64* b, u32 rank) {
-    Block& block = block_of_cluster(rank);
-    Barrier& barrier = block.barriers[(u64*)(block.shared.data() + shared_address(b))];
-    --barrier.pending;
-    barrier.check();
-}
-static bool mbarrier_passed_by_cluster(u64* b, u32 parity) { return mbarrier_passed(b, parity); }
 static u64 evict_first() { return 0; }
 static void copy_to_shared(void* to, const void* from, u32 bytes, u64* b, u64) {
     Barrier& barrier = fiber->block->barriers[b];

@@ -98,7 +98,7 @@ def asked() -> list[tuple[Path, dict[str, int]]]:
         for group in (1, 4, 8, 16):
             fp8_attention._kernel.__wrapped__(CPU, group)
         for parts, group in ((1, 8), (1, 16), (1, 20), (4, 32)):
-            latent_attention._kernels.__wrapped__(CPU, latent_attention.Tile(parts, group, group))
+            latent_attention._kernel.__wrapped__(CPU, latent_attention.Tile(parts, group, group))
         persistent_step(64, qk_norm=False, bias=True)
         persistent_step(128, qk_norm=True, bias=False)
     return found

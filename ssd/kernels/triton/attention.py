@@ -55,8 +55,7 @@ _LATENT_ROWS = 32  # of latent attention, at most: sums of so many wide values a
 _PROGRAMS = 2  # of the decode kernel per multiprocessor, for which pieces are shared out
 _DECODE_WARPS, _PREFILL_WARPS = 4, 8
 _TMA_BYTES = 32  # of a head at one position, at least: shared memory is laid out by 32 bytes
-WORKSPACE_PIECES = 1024  # of tiles that several programs compute
-_SLICES = 8  # of a tile's columns in `latent_attention.cu`, at most: as many as a cluster has blocks
+_WORKSPACE_PIECES = 1024  # of tiles that several programs compute
 _MORE = tl.constexpr(7)  # pieces that an item can have beyond a program's share
 ITEM = tl.constexpr(16)  # integers of a work item, see `_plan_kernel`
 _FAR = tl.constexpr(1 << 30)  # behind all positions
@@ -204,12 +203,12 @@ def _end_piece(
     return m, sums, acc, m_all, l_all, acc_all
 
 
-@triton.jit(do_not_specialize=["depth", "num_tiles", "max_items", "capacity"])
+@triton.jit(do_not_specialize=["depth", "num_tiles", "max_items"])
 def _plan_kernel(
     tiles_ptr, query_start_ptr, context_len_ptr, table_rows_ptr, positions_ptr, slots_ptr, items_ptr,
     num_tiles, max_items, depth, programs, capacity,
     TOKENS: tl.constexpr, BRANCHES: tl.constexpr, TREES: tl.constexpr, WINDOW: tl.constexpr, SPLIT_LEN: tl.constexpr,
-    FOLDED: tl.constexpr, WHOLE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr,
+    FOLDED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     """Shares out the pieces of all tiles: program t writes the work items of tile t, the last one the padding.
 
@@ -219,8 +218,8 @@ def _plan_kernel(
     FOLDED, how many tokens of the sequence are there before this pass).
 
     FOLDED: pieces that are folded together before others are. If it is not 1, an item has a few pieces, or some such
-    groups (WHOLE: always such groups), and its last integer is how many pieces have a place together: 1, or FOLDED.
-    Behind all items come those numbers of each tile that are the same for all of its items.
+    groups, and its last integer is how many pieces have a place together: 1, or FOLDED. Behind all items come those
+    numbers of each tile that are the same for all of its items.
     """
     t = tl.arange(0, BLOCK_T)
     sequence = tl.load(tiles_ptr + t, mask=t < num_tiles, other=-1)
@@ -261,7 +260,7 @@ def _plan_kernel(
         fits = tl.sum((pieces + size - 1) // size) <= programs
         chunk = tl.where(fits, size, chunk)
     unit = FOLDED
-    if FOLDED > 1 and not WHOLE:
+    if FOLDED > 1:
         for size in tl.static_range(FOLDED // 2, 0, -1):
             fits = (tl.sum((pieces + size - 1) // size) <= programs) & (2 * size <= tl.max(pieces))
             chunk = tl.where(fits, size, chunk)
@@ -578,35 +577,26 @@ class Workspace:
         self.capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         self.tokens, self.prefill_tokens = (tile_tokens(heads, prefill) for prefill in (False, True))
         self._processors = processors(device)
-        pieces = [WORKSPACE_PIECES * columns(each)[0] for each in heads]
+        pieces = [_WORKSPACE_PIECES * columns(each)[0] for each in heads]
         rows = [n * tile_rows(each, False) for n, each in zip(pieces, heads, strict=True)]
         wide = max(n * each.value_dim for n, each in zip(rows, heads, strict=True))
         self.partial = torch.empty(wide, dtype=torch.float32, device=device)
-        # Of each tile, or of each slice of its columns (`latent_attention.cu`): statistics, and programs that are done.
-        slices = _SLICES if any(each.latent_dim for each in heads) else 1
-        self.stats = torch.empty(max(rows) * slices * 2, dtype=torch.float32, device=device)
-        self.count = torch.zeros(max(pieces) * slices, dtype=torch.int32, device=device)
-        self._planned: dict[tuple[int, int, int, bool], tuple[DeviceBatch, Items]] = {}  # by window, piece, programs
+        self.stats = torch.empty(max(rows) * 2, dtype=torch.float32, device=device)
+        self.count = torch.zeros(max(pieces), dtype=torch.int32, device=device)  # programs that are done with a tile
+        self._planned: dict[tuple[int, int, int], tuple[DeviceBatch, Items]] = {}  # by window, piece and programs
 
     def programs(self, heads: HeadShape) -> int:
         """Per KV head, or part of its query heads. One of latent attention fills a multiprocessor's memory."""
         return max(1, (1 if heads.latent_dim else _PROGRAMS) * self._processors // columns(heads)[0])
 
     def items(
-        self,
-        batch: DeviceBatch,
-        heads: HeadShape,
-        programs: int | None = None,
-        *,
-        before_pass: bool = False,
-        whole: bool = False,
-        capacity: int = WORKSPACE_PIECES,
+        self, batch: DeviceBatch, heads: HeadShape, programs: int | None = None, *, before_pass: bool = False
     ) -> Items:
         """Work items of a batch's decode-size tiles (see `_plan_kernel`) for so many programs (None: as many as there
-        are) and places of the workspace, computed once for all layers of a kind."""
+        are), computed once for all layers of a kind."""
         programs = programs or self.programs(heads)
         split, folded = (LATENT_SPLIT, LATENT_GROUP) if heads.latent_dim else (SPLIT, 1)
-        key = heads.window, split, programs, whole
+        key = heads.window, split, programs
         planned = self._planned.get(key)
         if planned is not None and planned[0] is batch:
             return planned[1]
@@ -622,14 +612,13 @@ class Workspace:
             count,
             batch.branches.depth if batch.branches is not None else 0,
             programs,
-            capacity,
+            _WORKSPACE_PIECES,
             TOKENS=self.tokens,
             BRANCHES=batch.branches is not None,
             TREES=batch.tree is not None,
             WINDOW=heads.window,
             SPLIT_LEN=split,
             FOLDED=folded,
-            WHOLE=whole,
             BLOCK_T=next(size for size in _PLAN_SIZES if size >= num_tiles),
             BLOCK_I=triton.next_power_of_2(programs),
             num_warps=1 if num_tiles <= _PLAN_SIZES[0] else 4,

@@ -347,14 +347,6 @@ def _fold_kernel(
     tl.store(out_ptr + flat[None, :] * D + d[:, None], out, mask=(d < D)[:, None] & valid[None, :])
 
 
-def plan(batch: DeviceBatch, heads: HeadShape, cache: torch.Tensor, workspace: Workspace) -> None:
-    """See `Ops.plan`."""
-    if (clusters := cuda.Clusters.of(batch, heads, cache, workspace)) is not None:
-        clusters.plan(batch, heads, workspace, before_pass=True)
-    elif batch.tiles.shape[1]:
-        workspace.items(batch, heads, before_pass=True)
-
-
 def latent_attention(
     q: torch.Tensor,
     batch: DeviceBatch,
@@ -406,9 +398,10 @@ def latent_attention(
             **options,
         )
 
-    if (clusters := cuda.Clusters.of(batch, heads, cache, workspace)) is not None:
-        clusters.attend(q, out, batch, heads, cache, workspace, lets_next=lets_next)
-    elif num_tiles := batch.tiles.shape[1]:
+    num_tiles = batch.tiles.shape[1]
+    if num_tiles and (tile := cuda.tile_of(batch, heads, cache)) is not None:
+        cuda.attend(q, out, batch, heads, cache, workspace, tile, lets_next=lets_next)
+    elif num_tiles:
         items, tiles, planned = workspace.items(batch, heads)
         depth, width = branch_columns(batch)
         form = {"WIDTH": width, "FIRST": heads.first_position, "TOKENS": 0}

@@ -84,9 +84,7 @@ class TritonOps(SharedOps):
     def plan(self, batch: DeviceBatch, heads: HeadShape, k_cache: torch.Tensor) -> None:
         if self._workspace is None:
             raise AssertionError("reserve() comes before plan()")
-        if heads.latent_dim:
-            latent.plan(batch, heads, k_cache, self._workspace)
-        elif batch.tiles.shape[1] and k_cache.dtype is not torch.float8_e4m3fn:  # which has another kernel
+        if batch.tiles.shape[1] and k_cache.dtype is not torch.float8_e4m3fn:  # which has another kernel
             self._workspace.items(batch, heads, before_pass=True)
 
     def rope_and_store(

@@ -404,38 +404,20 @@ __device__ __forceinline__ void fewer_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
+// What is in memory, not in registers.
+template <typename T>
+__device__ __forceinline__ T& in_memory(T& v) {
+    T* at = &v;
+    asm volatile("" : "+l"(at)::"memory");
+    return *at;
+}
+
 // COUNT threads of the block wait for each other.
-template <int COUNT>
+template <int COUNT, int BARRIER = 1>
 __device__ __forceinline__ void meet() {
-    asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory");
+    asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(COUNT) : "memory");
 }
 __device__ __forceinline__ void meet(int count) { asm volatile("bar.sync 1, %0;" ::"r"(count) : "memory"); }
-// Of a cluster of blocks: the number of this one, and a meeting of all threads, which arrive and then wait.
-__device__ __forceinline__ u32 cluster_rank() {
-    u32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-__device__ __forceinline__ void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-__device__ __forceinline__ void meet_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-// Arrives at the barrier that another block of the cluster has at the same address, and waits for such arrivals.
-__device__ __forceinline__ void mbarrier_arrive_at(u64* b, u32 rank) {
-    asm volatile(
-        "{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [at];\n}" ::"r"(shared_address(b)),
-        "r"(rank)
-        : "memory");
-}
-__device__ __forceinline__ bool mbarrier_passed_by_cluster(u64* b, u32 parity) {
-    u32 done;
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n}"
-        : "=r"(done)
-        : "r"(shared_address(b)), "r"(parity)
-        : "memory");
-    return done;
-}
 // Of a kernel that is launched early (`launch.py`).
 __device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void let_later_kernels_begin() { asm volatile("griddepcontrol.launch_dependents;"); }
