@@ -31,9 +31,11 @@ BATCHES = [
 
 
 @pytest.mark.parametrize("num_heads", [3, 16, 20, 32, 58, 64, 128])
-def test_a_row_has_the_bits_of_triton_in_clusters_of_any_size(num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planned before or not; pieces shared by the blocks of a cluster, groups by several clusters. Catches pieces that
-    are folded in another order, and results that are read before they are written."""
+def test_a_row_has_the_bits_of_triton_however_pieces_are_shared_out(
+    num_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planned before or not, for few items or many. Catches pieces that are folded in another order, and results that
+    are read before they are written."""
     torch.manual_seed(0)
     heads = HeadShape(num_heads, 1, cuda.HEAD_DIM, latent_dim=cuda.VALUE_DIM, softmax_scale=0.06)
     workspace, tokens = attention.Workspace([heads], DEVICE), attention.tile_tokens([heads], False)
@@ -42,14 +44,15 @@ def test_a_row_has_the_bits_of_triton_in_clusters_of_any_size(num_heads: int, mo
         cache = torch.randn(blocks, BLOCK, 1, cuda.HEAD_DIM, device=DEVICE).bfloat16()
         q = torch.randn(sum(n for _, n in sequences), num_heads, cuda.HEAD_DIM, device=DEVICE).bfloat16()
         found: list[torch.Tensor] = []
-        for size in (0, *cuda.CLUSTERS, *cuda.CLUSTERS):  # 0: Triton's kernel
+        for programs in (0, 132, 32, 7, 132):  # 0: Triton's kernel
             batch, _ = paged_batch(sequences, BLOCK, tile_tokens=tokens, device=DEVICE)
             with monkeypatch.context() as patch:
-                patch.setattr(cuda, "cluster_size", lambda *_, size=size: size)
-                if not size:
+                if programs:
+                    patch.setattr(workspace, "programs", lambda _, programs=programs: programs)
+                else:
                     patch.setattr(cuda, "takes", lambda *_: False)
-                if len(found) > len(cuda.CLUSTERS):
-                    latent.plan(batch, heads, cache, workspace)
+                if len(found) > 2:
+                    workspace.items(batch, heads, before_pass=True)
                 after = q + 0  # a kernel that is not launched early
                 found.append(latent.latent_attention(after, batch, heads, cache, workspace))
         for i, each in enumerate(found):

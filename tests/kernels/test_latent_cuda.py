@@ -98,8 +98,8 @@ def test_params_are_those_of_the_source() -> None:
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("blocks", mostly_slow([1, 3, 7], fast=[3]))
 def test_rows_keep_their_bits(blocks: int) -> None:
-    """As plain torch has it, and the same bits alone, in one item of one block. Catches pieces that are folded in another
-    order or read too soon, and tiles of the ring that are overwritten while they are used."""
+    """As plain torch has it, and the same bits alone, in one item of one block. Catches pieces that are folded in
+    another order or read too soon, and tiles of the ring that are overwritten while they are used."""
     torch.manual_seed(1)
     q = torch.randn(4, 20, WIDTH).bfloat16()
     found, wanted = attend(q, SEQUENCES, blocks), expected(q, SEQUENCES)

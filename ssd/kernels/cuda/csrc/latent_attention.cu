@@ -391,16 +391,11 @@ extern "C" __global__ void __launch_bounds__(128 + SCORERS + ADDERS, 1)
     attend(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap kv, const __grid_constant__ Params p) {
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < TILES; ++i) mbarrier_init(&shared.full[i], 1), mbarrier_init(&shared.empty[i], 4);
-        mbarrier_init(&shared.q_full, 1);
-        mbarrier_init(&shared.q_empty, SCORERS / 32);
-        for (int i = 0; i < 2; ++i) {
-            mbarrier_init(&shared.p_full[i], SCORERS / 32);
-            mbarrier_init(&shared.p_empty[i], ADDERS / 32);
-        }
-        mbarriers_are_ready();
-    }
+    const int i = threadIdx.x;
+    if (i < TILES) mbarrier_init(&shared.full[i], 1), mbarrier_init(&shared.empty[i], 4);
+    if (i < 2) mbarrier_init(&shared.p_full[i], SCORERS / 32), mbarrier_init(&shared.p_empty[i], ADDERS / 32);
+    if (i == 0) mbarrier_init(&shared.q_full, 1), mbarrier_init(&shared.q_empty, SCORERS / 32);
+    if (i < TILES) mbarriers_are_ready();
     __syncthreads();
     if (p.lets_next) let_later_kernels_begin();
     if (warp >= 8) {  // (first, and with returns: else ptxas spills)
