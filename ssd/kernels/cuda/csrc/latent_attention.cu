@@ -49,11 +49,10 @@ struct Item {
         const int* from = p.items + at / p.parts * ITEM;
         first_row = from[0], tokens = from[1], first_position = from[2], table = from[3], first = from[4], last = from[5];
         pieces = from[6], num_items = from[7], place = from[8], before = from[9], part = at % p.parts;
-        unit = num_items > 1 ? from[10] : FOLDED;
+        unit = num_items > 1 ? from[10] : FOLDED;  // pieces of a place
     }
     __device__ __forceinline__ int stop() const { return min(first_position + tokens, last * SPLIT); }
     __device__ __forceinline__ bool shared() const { return num_items > 1; }
-    __device__ __forceinline__ int unit_of(int piece) const { return unit == 1 ? piece : piece / FOLDED; }
     // Of the tile's items.
     __device__ __forceinline__ int number() const { return last == pieces ? num_items - 1 : first / (last - first); }
     __device__ __forceinline__ u64 at(const Params& p, int i) const { return (u64)(place + i) * p.parts + part; }
@@ -320,11 +319,15 @@ __device__ __forceinline__ void add_values(const Params& p, Shared& shared, int 
                 add_step(shared, at, steps++, start % SPLIT == 0, piece, total, half, lane);
 #pragma unroll
             for (int k = 0; k < COLUMNS; ++k) piece.l[k] = total[k / 2 * 4 + k % 2];
-            if (i % item.unit == 0) sums.begin();
+            if (item.unit == 1) {
+                store(p, item.at(p, i), piece, half, warp, lane);
+                continue;
+            }
+            if (i % FOLDED == 0) sums.begin();
             sums.add(piece, p.scale);
-            if ((i + 1) % item.unit && i + 1 < item.last) continue;
+            if ((i + 1) % FOLDED && i + 1 < item.last) continue;
             if (item.shared())
-                store(p, item.at(p, item.unit_of(i)), sums, half, warp, lane);
+                store(p, item.at(p, i / FOLDED), sums, half, warp, lane);
             else if (item.last > FOLDED) {
                 if (i < FOLDED) all.begin();
                 all.add(sums, p.scale);

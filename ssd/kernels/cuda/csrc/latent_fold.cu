@@ -176,7 +176,7 @@ __device__ __forceinline__ void fold_tiles(const Params& p) {
         if (item.first_row < 0) break;
         if (!item.shared()) continue;
         const int share = (VALUE / 4 + item.num_items - 1) / item.num_items * 4, from = item.number() * share;
-        const int places = item.unit_of(item.pieces - 1) + 1;
+        const int places = (item.pieces + item.unit - 1) / item.unit;
         wait_for_items(p, item);
         if (from >= VALUE) continue;
         Folding f{p, item, shared_address(memory), (int)threadIdx.x % ADDERS, from, min(share, VALUE - from)};
