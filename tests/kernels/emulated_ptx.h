@@ -36,9 +36,13 @@ struct uint4 {
 struct float2 {
     float x, y;
 };
+struct float4 {
+    float x, y, z, w;
+};
 static uint2 make_uint2(u32 a, u32 b) { return {a, b}; }
 static uint4 make_uint4(u32 a, u32 b, u32 c, u32 d) { return {a, b, c, d}; }
 static float2 make_float2(float a, float b) { return {a, b}; }
+static float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
 
 struct Gathering {
     int arrived = 0;
@@ -63,7 +67,7 @@ struct Block {
     u32 number;
     std::vector<unsigned char> shared;
     std::map<u64*, Barrier> barriers;
-    Gathering some, all;
+    Gathering some[3], all;
     std::vector<Warp> warps;
     std::vector<Warpgroup> warpgroups;
     std::vector<std::function<void()>> copies;  // under way; they end in any order
@@ -110,11 +114,15 @@ static u32 (*exchanged(const u32* values, int count))[6] {
 static void __syncwarp() { gather(fiber->block->warps[fiber->number / 32].gathering, 32); }
 static void __syncthreads() { gather(fiber->block->all, blockDim.x); }
 static void __threadfence() {}
-template <int COUNT>
+template <int COUNT, int BARRIER = 1>
 static void meet() {
-    gather(fiber->block->some, COUNT);
+    gather(fiber->block->some[BARRIER], COUNT);
 }
-static void meet(int count) { gather(fiber->block->some, count); }
+static void meet(int count) { gather(fiber->block->some[1], count); }
+template <typename T>
+static T& in_memory(T& v) {
+    return v;
+}
 static void wait_for_earlier_kernels() {}
 static void let_later_kernels_begin() {}
 static void pause() { yield(); }
@@ -232,6 +240,10 @@ static float __fadd_rn(float a, float b) { return a + b; }
 static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 
 static u32 kept(u32 v) { return v; }
+template <int COUNT>
+static void more_registers() {}
+template <int COUNT>
+static void fewer_registers() {}
 static int thread() { return threadIdx.x; }
 static u32 shared_address(const void* p) { return (const unsigned char*)p - memory; }
 static u32 shared1(u32 at) { return memory[at]; }
@@ -397,6 +409,19 @@ static void wgmma(float (&d)[n], u64 a, u64 b) {
         const int row = warp * 16 + lane / 4 + 8 * (e % 4 / 2), column = e / 4 * 8 + lane % 4 * 2 + e % 2;
         float sum = 0;
         for (int k = 0; k < 16; ++k) sum += at(a, row, k) * at(b, column, k);
+        d[e] += sum;
+    }
+}
+template <int n>
+static void wgmma_turned(float (&d)[n], u64 a, u64 b) {
+    const int lane = fiber->number % 32, warp = fiber->number % 128 / 32;
+    const auto at = [](u64 rows, int row, int k) {
+        return __uint_as_float((u32) * (const bf16*)(memory + swizzled((u32)rows * 16 + row * 128 + k * 2)) << 16);
+    };
+    for (int e = 0; e < n; ++e) {
+        const int row = warp * 16 + lane / 4 + 8 * (e % 4 / 2), column = e / 4 * 8 + lane % 4 * 2 + e % 2;
+        float sum = 0;
+        for (int k = 0; k < 16; ++k) sum += at(a, k, row) * at(b, column, k);
         d[e] += sum;
     }
 }

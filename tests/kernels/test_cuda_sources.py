@@ -20,7 +20,7 @@ from ssd.kernels.ops import HeadShape
 from ssd.kernels.triton.packing import pack
 
 expert_rows = pytest.importorskip("ssd.kernels.cuda.expert_rows", reason="triton is not installed")
-from ssd.kernels.cuda import few_rows, fp8_attention, fp8_linear, grouped_rows, persistent  # noqa: E402
+from ssd.kernels.cuda import few_rows, fp8_attention, fp8_linear, grouped_rows, latent_attention, persistent  # noqa: E402
 
 CPU = torch.device("cpu")
 EXPERTS: list[tuple[CodeType, int, int, int]] = [  # type, group, bytes of a scale, depth
@@ -83,7 +83,7 @@ def asked() -> list[tuple[Path, dict[str, int]]]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)))
-        for module in (few_rows, grouped_rows, expert_rows, fp8_linear, fp8_attention):
+        for module in (few_rows, grouped_rows, expert_rows, fp8_linear, fp8_attention, latent_attention):
             stack.enter_context(mock.patch.object(module, "kernels", record_all))
         stack.enter_context(mock.patch.object(persistent, "compiled", record))
         stack.enter_context(mock.patch.object(persistent, "Kernel", side_effect=nvrtc.BuildError))
@@ -97,6 +97,8 @@ def asked() -> list[tuple[Path, dict[str, int]]]:
         fp8_linear._kernels.__wrapped__(CPU)
         for group in (1, 4, 8, 16):
             fp8_attention._kernel.__wrapped__(CPU, group)
+        for parts, group in ((1, 8), (1, 16), (1, 20), (4, 32)):
+            latent_attention._kernel.__wrapped__(CPU, latent_attention.Tile(parts, group, group))
         persistent_step(64, qk_norm=False, bias=True)
         persistent_step(128, qk_norm=True, bias=False)
     return found

@@ -215,7 +215,8 @@ def _plan_kernel(
 
     An item: first query row of the tile (-1: padding), number of query tokens, position of the first, row of the block
     tables; first piece of the item, piece after its last; the tile's pieces, its items, and the place of its first
-    piece in the workspace (-1: one program computes all of them); with a window, the tile's first piece.
+    piece in the workspace (-1: one program computes all of them); with a window, the tile's first piece (else, with
+    FOLDED, how many tokens of the sequence are there before this pass).
 
     FOLDED: pieces that are folded together before others are. If it is not 1, an item has a few pieces, or some such
     groups, and its last integer is how many pieces have a place together: 1, or FOLDED. Behind all items come those
@@ -314,6 +315,7 @@ def _plan_kernel(
         tl.store(at + 7, own_items, mask=mask)
         tl.store(at + 8, own_place, mask=mask)
         if FOLDED > 1:
+            tl.store(at + 9, tl.sum(tl.where(mine, position - first, 0)), mask=mask)
             tl.store(at + 10, unit, mask=mask)
             tile_at = items_ptr + (max_items + tile) * ITEM
             tl.store(tile_at, own_row)

@@ -339,6 +339,7 @@ __device__ __forceinline__ u64 rows_descriptor(u32 at) {
 }
 #define SUMS4(how, i) how(d[i]), how(d[i + 1]), how(d[i + 2]), how(d[i + 3])
 #define SUMS8(how, i) SUMS4(how, i), SUMS4(how, i + 4)
+#define SUMS12(how, i) SUMS8(how, i), SUMS4(how, i + 8)
 #define SUMS16(how, i) SUMS8(how, i), SUMS8(how, i + 8)
 #define SUMS32(how, i) SUMS16(how, i), SUMS16(how, i + 16)
 #define WGMMA(count, columns, list, operands)                                                              \
@@ -357,6 +358,14 @@ __device__ __forceinline__ void wgmma_sees() { asm volatile("fence.proxy.async.s
                      : SUMS##count("+f", 0)                                                               \
                      : "l"(a), "l"(b));                                                                   \
     }
+// Likewise with a transposed: rows of 64 of its columns, as a box of a tensor map has them.
+#define WGMMA_TURNED(count, columns, list, operands)                                                      \
+    __device__ __forceinline__ void wgmma_turned(float (&d)[count], u64 a, u64 b) {                       \
+        asm volatile("{\n.reg .pred q;\nsetp.ne.b32 q, 1, 0;\nwgmma.mma_async.sync.aligned.m64n" #columns \
+                     "k16.f32.bf16.bf16 {" list "}, " operands ", q, 1, 1, 1, 0;\n}"                      \
+                     : SUMS##count("+f", 0)                                                               \
+                     : "l"(a), "l"(b));                                                                   \
+    }
 // Likewise of e4m3 numbers, 32 at a time, with a in shared memory by rows.
 #define WGMMA8(count, columns, list, operands)                                                            \
     __device__ __forceinline__ void wgmma8(float (&d)[count], u64 a, u64 b) {                             \
@@ -367,16 +376,23 @@ __device__ __forceinline__ void wgmma_sees() { asm volatile("fence.proxy.async.s
     }
 #define LIST4 "%0,%1,%2,%3"
 #define LIST8 LIST4 ",%4,%5,%6,%7"
+#define LIST12 LIST8 ",%8,%9,%10,%11"
 #define LIST16 LIST8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define LIST32 LIST16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 WGMMA(4, 8, LIST4, "{%4,%5,%6,%7}, %8")
 WGMMA(8, 16, LIST8, "{%8,%9,%10,%11}, %12")
+WGMMA(12, 24, LIST12, "{%12,%13,%14,%15}, %16")
 WGMMA(16, 32, LIST16, "{%16,%17,%18,%19}, %20")
 WGMMA(32, 64, LIST32, "{%32,%33,%34,%35}, %36")
 WGMMA_SHARED(4, 8, LIST4, "%4, %5")
 WGMMA_SHARED(8, 16, LIST8, "%8, %9")
+WGMMA_SHARED(12, 24, LIST12, "%12, %13")
 WGMMA_SHARED(16, 32, LIST16, "%16, %17")
 WGMMA_SHARED(32, 64, LIST32, "%32, %33")
+WGMMA_TURNED(4, 8, LIST4, "%4, %5")
+WGMMA_TURNED(8, 16, LIST8, "%8, %9")
+WGMMA_TURNED(12, 24, LIST12, "%12, %13")
+WGMMA_TURNED(16, 32, LIST16, "%16, %17")
 WGMMA8(4, 8, LIST4, "%4, %5")
 WGMMA8(8, 16, LIST8, "%8, %9")
 WGMMA8(16, 32, LIST16, "%16, %17")
@@ -385,10 +401,28 @@ __device__ __forceinline__ void prefetch_to_l2(const void* line) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
 }
 
-// COUNT threads of the block wait for each other.
+// Registers of a thread from here on; four warps call it that begin at a multiple of four.
 template <int COUNT>
+__device__ __forceinline__ void more_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+__device__ __forceinline__ void fewer_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// What is in memory, not in registers.
+template <typename T>
+__device__ __forceinline__ T& in_memory(T& v) {
+    T* at = &v;
+    asm volatile("" : "+l"(at)::"memory");
+    return *at;
+}
+
+// COUNT threads of the block wait for each other.
+template <int COUNT, int BARRIER = 1>
 __device__ __forceinline__ void meet() {
-    asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory");
+    asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(COUNT) : "memory");
 }
 __device__ __forceinline__ void meet(int count) { asm volatile("bar.sync 1, %0;" ::"r"(count) : "memory"); }
 // Of a kernel that is launched early (`launch.py`).

@@ -1,0 +1,191 @@
+// The end of `latent_attention.cu`: the results of a tile's items, which several blocks have computed, are folded in their
+// order. A block that has computed all of its items waits for the others of their tiles, and folds some of the columns.
+// Results are [place, column, ROWS] and, by places and rows, m and l.
+
+// Shared memory, in the place of the ring: factors of CHUNK places at a time, by rows, and of groups of them; sums of this
+// block's columns, and of each group.
+constexpr int GROUPS = CHUNK / FOLDED, QUADS = ROWS / 4;
+constexpr int FACTORS_AT = TILES_AT, GROUP_FACTORS_AT = FACTORS_AT + CHUNK * ROWS * 8;
+constexpr int L_AT = GROUP_FACTORS_AT + GROUPS * ROWS * 8, ALL_AT = L_AT + ROWS * 16;
+constexpr int GROUPS_AT = ALL_AT + VALUE / 2 * ROWS * 4;
+constexpr int MOST = 520;  // columns times groups: there are up to 4 times as many places as blocks (`_plan_kernel`)
+static_assert(GROUPS_AT + MOST * ROWS * 4 <= TILES_AT + TILES * TILE_BYTES, "sums are in the place of the ring");
+constexpr int AT_ONCE = 3;  // of a thread: sums of four rows each
+
+// Factors of `count` results of a row, in the place of their statistics, which are `ROWS` apart.
+__device__ __forceinline__ void fold_stats(u32 at, int count, float& m, float& l, float scale) {
+#pragma unroll 1
+    for (int first = 0; first < count; first += FOLDED, at += FOLDED * ROWS * 8) {
+        uint2 of[FOLDED];
+#pragma unroll
+        for (int k = 0; k < FOLDED; ++k)
+            if (first + k < count) of[k] = shared8(at + k * ROWS * 8);
+#pragma unroll
+        for (int k = 0; k < FOLDED; ++k)
+            if (first + k < count) {
+                const float2 f = fold(m, l, __uint_as_float(of[k].x), __uint_as_float(of[k].y), scale);
+                shared_store8(at + k * ROWS * 8, bits_of(f.x, f.y));
+            }
+    }
+}
+// Of four rows.
+__device__ __forceinline__ float4 folded(float4 sum, uint4 more, u32 factors) {
+    const uint4 a = shared16(factors), b = shared16(factors + 16);
+    return make_float4(folded(sum.x, __uint_as_float(more.x), __uint_as_float(a.x), __uint_as_float(a.y)),
+                       folded(sum.y, __uint_as_float(more.y), __uint_as_float(a.z), __uint_as_float(a.w)),
+                       folded(sum.z, __uint_as_float(more.z), __uint_as_float(b.x), __uint_as_float(b.y)),
+                       folded(sum.w, __uint_as_float(more.w), __uint_as_float(b.z), __uint_as_float(b.w)));
+}
+__device__ __forceinline__ float4 sums_at(u32 at, bool there) {
+    const uint4 v = there ? shared16(at) : make_uint4(0, 0, 0, 0);
+    return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+}
+__device__ __forceinline__ void store_sums(u32 at, float4 v) {
+    shared_store16(at, make_uint4(__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w)));
+}
+
+// Folds `count` results of a tile from the place `first` on, up to CHUNK: this block's columns, four rows of a column at
+// a time. Results of pieces are folded in groups first (`apart`).
+struct Folding {
+    const Params& p;
+    const Item& item;
+    u32 base;
+    int tid, from, columns, first, count;
+    float m, l;  // of row `tid`
+    __device__ __forceinline__ bool apart() const { return item.unit == 1; }
+    __device__ __forceinline__ int groups() const { return (count + FOLDED - 1) / FOLDED; }
+    __device__ __forceinline__ int quads() const { return columns * QUADS; }
+
+    __device__ __forceinline__ void make_factors() {
+        constexpr int LOADS = 12;
+        const float* stats = p.stats + item.at(p, first) * ROWS * 2;
+#pragma unroll 1
+        for (int t = tid; t < count * ROWS; t += LOADS * ADDERS) {
+            uint2 of[LOADS];
+#pragma unroll
+            for (int k = 0; k < LOADS; ++k) {
+                const int i = t + k * ADDERS;
+                if (i < count * ROWS) of[k] = load8(stats + ((u64)(i / ROWS) * p.parts * ROWS + i % ROWS) * 2);
+            }
+#pragma unroll
+            for (int k = 0; k < LOADS; ++k)
+                if (t + k * ADDERS < count * ROWS) shared_store8(base + FACTORS_AT + (t + k * ADDERS) * 8, of[k]);
+        }
+        meet<ADDERS>();
+        if (apart()) {
+            for (int t = tid; t < groups() * ROWS; t += ADDERS) {
+                const int g = t / ROWS * FOLDED;
+                float m_group = MINUS_INF, l_group = 0.0f;
+                fold_stats(base + FACTORS_AT + (g * ROWS + t % ROWS) * 8, min(FOLDED, count - g), m_group, l_group,
+                           p.scale);
+                shared_store8(base + GROUP_FACTORS_AT + t * 8, bits_of(m_group, l_group));
+            }
+            meet<ADDERS>();
+        }
+        if (tid < ROWS)
+            fold_stats(base + (apart() ? GROUP_FACTORS_AT : FACTORS_AT) + tid * 8, apart() ? groups() : count, m, l,
+                       p.scale);
+        if (!apart()) meet<ADDERS>();
+    }
+    __device__ __forceinline__ void fold_places() {
+        const int tasks = apart() ? quads() * groups() : quads(), times = apart() ? 1 : groups();
+        const float* results = p.partial + (item.at(p, first) * VALUE + from) * ROWS;
+        const u64 stride = (u64)p.parts * VALUE * ROWS;
+        const u32 to = base + (apart() ? GROUPS_AT : ALL_AT);
+#pragma unroll 1
+        for (int begin = 0; begin < tasks; begin += AT_ONCE * ADDERS) {
+            float4 sums[AT_ONCE];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) {
+                const int task = begin + j * ADDERS + tid;
+                sums[j] = sums_at(to + task * 16, !apart() && first > 0 && task < tasks);
+            }
+#pragma unroll 1
+            for (int time = 0; time < times; ++time) {
+                uint4 of[AT_ONCE][FOLDED];
+#pragma unroll
+                for (int j = 0; j < AT_ONCE; ++j) {
+                    const int task = begin + j * ADDERS + tid, place = (apart() ? task / quads() : time) * FOLDED;
+                    const float* at = results + place * stride + (apart() ? task % quads() : task) * 4;
+#pragma unroll
+                    for (int k = 0; k < FOLDED; ++k)
+                        if (task < tasks && place + k < count) of[j][k] = load16(at + k * stride);
+                }
+                if (begin == 0 && time == 0) make_factors();  // while results come
+#pragma unroll
+                for (int j = 0; j < AT_ONCE; ++j) {
+                    const int task = begin + j * ADDERS + tid, place = (apart() ? task / quads() : time) * FOLDED;
+                    const u32 factors = base + FACTORS_AT + (place * ROWS + task % QUADS * 4) * 8;
+#pragma unroll
+                    for (int k = 0; k < FOLDED; ++k)
+                        if (task < tasks && place + k < count)
+                            sums[j] = folded(sums[j], of[j][k], factors + k * ROWS * 8);
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j)
+                if (begin + j * ADDERS + tid < tasks) store_sums(to + (begin + j * ADDERS + tid) * 16, sums[j]);
+        }
+        meet<ADDERS>();
+    }
+    __device__ __forceinline__ void fold_groups() {
+#pragma unroll 1
+        for (int u = tid; u < quads(); u += ADDERS) {
+            float4 sum = sums_at(base + ALL_AT + u * 16, first > 0);
+#pragma unroll 4
+            for (int g = 0; g < groups(); ++g)
+                sum = folded(sum, shared16(base + GROUPS_AT + (g * quads() + u) * 16),
+                             base + GROUP_FACTORS_AT + (g * ROWS + u % QUADS * 4) * 8);
+            store_sums(base + ALL_AT + u * 16, sum);
+        }
+        meet<ADDERS>();
+    }
+    __device__ __forceinline__ void write() {
+        if (tid < ROWS) shared_store4(base + L_AT + tid * 4, __float_as_uint(l));
+        meet<ADDERS>();
+        bf16* out = output_of(p, item) + from;
+        for (int t = tid; t < columns / 4 * ROWS; t += ADDERS) {
+            const int row = t % ROWS, column = t / ROWS * 4;
+            const u32 at = base + ALL_AT + (column * ROWS + row) * 4;
+            const float sum = shared_float(base + L_AT + row * 4);
+            float v[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) v[k] = divided(shared_float(at + k * ROWS * 4), sum);
+            if (row < item.tokens * GROUP)
+                *(uint2*)(out + row * VALUE + column) = make_uint2(pack(v[0], v[1]), pack(v[2], v[3]));
+        }
+        meet<ADDERS>();
+    }
+};
+
+// Waits until all items of a tile are computed. The last one that has waited sets the counter to 0.
+__device__ __forceinline__ void wait_for_items(const Params& p, const Item& item) {
+    if (threadIdx.x % ADDERS == 0) {
+        int* counter = p.count + item.at(p, 0);
+        for (u32 polls = 0; load4(counter) < item.num_items; pause())
+            if (++polls > MAX_POLLS) give_up();
+        if (atomicAdd(counter, 1) == 2 * item.num_items - 1) *counter = 0;
+        __threadfence();
+    }
+    meet<ADDERS>();
+}
+// Folds the results of tiles with several items: of each of this block's items, a share of the columns.
+__device__ __forceinline__ void fold_tiles(const Params& p) {
+    for (int unit = blockIdx.x; unit < p.num_items * p.parts; unit += gridDim.x) {
+        const Item item(p, unit);
+        if (item.first_row < 0) break;
+        if (!item.shared()) continue;
+        const int share = (VALUE / 4 + item.num_items - 1) / item.num_items * 4, from = item.number() * share;
+        const int places = (item.pieces + item.unit - 1) / item.unit;
+        wait_for_items(p, item);
+        if (from >= VALUE) continue;
+        Folding f{p, item, shared_address(memory), (int)threadIdx.x % ADDERS, from, min(share, VALUE - from)};
+        f.m = MINUS_INF, f.l = 0.0f;
+        for (f.first = 0; f.first < places; f.first += CHUNK) {
+            f.count = min(CHUNK, places - f.first);
+            f.fold_places();
+            if (f.apart()) f.fold_groups();
+        }
+        f.write();
+    }
+}
