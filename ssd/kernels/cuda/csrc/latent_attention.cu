@@ -268,13 +268,13 @@ __device__ __forceinline__ void add_step(Shared& shared, Place at, u32 steps, bo
     release(true, &shared.p_empty[slot]);
 }
 
-// To the workspace: [place, column, ROWS] and, by places and rows, m and l.
+// To the workspace: [place, ROWS / 8, column, 8] and, by places and rows, m and l.
 __device__ __forceinline__ void store(const Params& p, u64 place, const Sums& sums, int half, int warp, int lane) {
-    float* to = p.partial + (place * VALUE + half * 256 + warp * 16 + lane / 4) * ROWS + lane % 4 * 2;
+    float* to = p.partial + place * VALUE * ROWS + (half * 256 + warp * 16 + lane / 4) * 8 + lane % 4 * 2;
 #pragma unroll
     for (int e = 0; e < 4 * OWN; e += 2) {
         const int t = e / OWN, i = e % OWN;
-        store8(to + (t * 64 + i % 4 / 2 * 8) * ROWS + i / 4 * 8, bits_of(sums.acc[t][i], sums.acc[t][i + 1]));
+        store8(to + (i / 4 * VALUE + t * 64 + i % 4 / 2 * 8) * 8, bits_of(sums.acc[t][i], sums.acc[t][i + 1]));
     }
     if (half || warp || lane >= 4) return;
 #pragma unroll

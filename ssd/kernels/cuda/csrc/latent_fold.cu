@@ -1,6 +1,6 @@
 // The end of `latent_attention.cu`: the results of a tile's items, which several blocks have computed, are folded in their
 // order. A block that has computed all of its items waits for the others of their tiles, and folds some of the columns.
-// Results are [place, column, ROWS] and, by places and rows, m and l.
+// Results are [place, ROWS / 8, column, 8] and, by places and rows, m and l.
 
 // Shared memory, in the place of the ring: factors of CHUNK places at a time, by rows, and of groups of them; sums of this
 // block's columns, and of each group.
@@ -54,7 +54,12 @@ struct Folding {
     float m, l;  // of row `tid`
     __device__ __forceinline__ bool apart() const { return item.unit == 1; }
     __device__ __forceinline__ int groups() const { return (count + FOLDED - 1) / FOLDED; }
+    // A quad is four rows of a column: [ROWS / 8, column, 2].
     __device__ __forceinline__ int quads() const { return columns * QUADS; }
+    __device__ __forceinline__ int row_of(int quad) const { return quad / (columns * 2) * 8 + quad % 2 * 4; }
+    __device__ __forceinline__ int offset_of(int quad) const {
+        return quad / (columns * 2) * VALUE * 8 + quad % (columns * 2) * 4;
+    }
 
     __device__ __forceinline__ void make_factors() {
         constexpr int LOADS = 12;
@@ -89,42 +94,44 @@ struct Folding {
     }
     __device__ __forceinline__ void fold_places() {
         const int tasks = apart() ? quads() * groups() : quads(), times = apart() ? 1 : groups();
-        const float* results = p.partial + (item.at(p, first) * VALUE + from) * ROWS;
+        const float* results = p.partial + item.at(p, first) * VALUE * ROWS + from * 8;
         const u64 stride = (u64)p.parts * VALUE * ROWS;
         const u32 to = base + (apart() ? GROUPS_AT : ALL_AT);
 #pragma unroll 1
-        for (int begin = 0; begin < tasks; begin += AT_ONCE * ADDERS) {
+        for (int begin = tid; begin - tid < tasks; begin += AT_ONCE * ADDERS) {
             float4 sums[AT_ONCE];
+            int left[AT_ONCE];  // places from the task's first one on
+            const float* at[AT_ONCE];
+            u32 factors[AT_ONCE];
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
-                const int task = begin + j * ADDERS + tid;
+                const int task = begin + j * ADDERS, place = apart() ? task / quads() * FOLDED : 0;
+                const int quad = apart() ? task % quads() : task;
+                left[j] = task < tasks ? count - place : 0;
+                at[j] = results + place * stride + offset_of(quad);
+                factors[j] = base + FACTORS_AT + (place * ROWS + row_of(quad)) * 8;
                 sums[j] = sums_at(to + task * 16, !apart() && first > 0 && task < tasks);
             }
 #pragma unroll 1
             for (int time = 0; time < times; ++time) {
                 uint4 of[AT_ONCE][FOLDED];
 #pragma unroll
-                for (int j = 0; j < AT_ONCE; ++j) {
-                    const int task = begin + j * ADDERS + tid, place = (apart() ? task / quads() : time) * FOLDED;
-                    const float* at = results + place * stride + (apart() ? task % quads() : task) * 4;
+                for (int j = 0; j < AT_ONCE; ++j)
 #pragma unroll
                     for (int k = 0; k < FOLDED; ++k)
-                        if (task < tasks && place + k < count) of[j][k] = load16(at + k * stride);
-                }
-                if (begin == 0 && time == 0) make_factors();  // while results come
+                        if (k < left[j]) of[j][k] = load16(at[j] + k * stride);
+                if (begin == tid && time == 0) make_factors();  // while results come
 #pragma unroll
                 for (int j = 0; j < AT_ONCE; ++j) {
-                    const int task = begin + j * ADDERS + tid, place = (apart() ? task / quads() : time) * FOLDED;
-                    const u32 factors = base + FACTORS_AT + (place * ROWS + task % QUADS * 4) * 8;
 #pragma unroll
                     for (int k = 0; k < FOLDED; ++k)
-                        if (task < tasks && place + k < count)
-                            sums[j] = folded(sums[j], of[j][k], factors + k * ROWS * 8);
+                        if (k < left[j]) sums[j] = folded(sums[j], of[j][k], factors[j] + k * ROWS * 8);
+                    at[j] += FOLDED * stride, factors[j] += FOLDED * ROWS * 8, left[j] -= FOLDED;
                 }
             }
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j)
-                if (begin + j * ADDERS + tid < tasks) store_sums(to + (begin + j * ADDERS + tid) * 16, sums[j]);
+                if (begin + j * ADDERS < tasks) store_sums(to + (begin + j * ADDERS) * 16, sums[j]);
         }
         meet<ADDERS>();
     }
@@ -135,7 +142,7 @@ struct Folding {
 #pragma unroll 4
             for (int g = 0; g < groups(); ++g)
                 sum = folded(sum, shared16(base + GROUPS_AT + (g * quads() + u) * 16),
-                             base + GROUP_FACTORS_AT + (g * ROWS + u % QUADS * 4) * 8);
+                             base + GROUP_FACTORS_AT + (g * ROWS + row_of(u)) * 8);
             store_sums(base + ALL_AT + u * 16, sum);
         }
         meet<ADDERS>();
@@ -146,11 +153,11 @@ struct Folding {
         bf16* out = output_of(p, item) + from;
         for (int t = tid; t < columns / 4 * ROWS; t += ADDERS) {
             const int row = t % ROWS, column = t / ROWS * 4;
-            const u32 at = base + ALL_AT + (column * ROWS + row) * 4;
+            const u32 at = base + ALL_AT + ((row / 8 * columns + column) * 8 + row % 8) * 4;
             const float sum = shared_float(base + L_AT + row * 4);
             float v[4];
 #pragma unroll
-            for (int k = 0; k < 4; ++k) v[k] = divided(shared_float(at + k * ROWS * 4), sum);
+            for (int k = 0; k < 4; ++k) v[k] = divided(shared_float(at + k * 32), sum);
             if (row < item.tokens * GROUP)
                 *(uint2*)(out + row * VALUE + column) = make_uint2(pack(v[0], v[1]), pack(v[2], v[3]));
         }
