@@ -280,6 +280,7 @@ static int atomicAdd(int* p, int v) {
     *p += v;
     return before;
 }
+static int load4_in_order(const int* p) { return *p; }
 static int add_in_order(int* p, int v) { return atomicAdd(p, v); }
 static void store4(void* p, u32 v) { *(u32*)p = v; }
 

@@ -66,7 +66,7 @@ def attend(q: torch.Tensor, sequences: list[Sequence], blocks: int, parts: int =
     )
     maps = [
         TensorMap(q.data_ptr(), tokens * heads, WIDTH, WIDTH // 64, WIDTH // 64, tile.padded),
-        TensorMap(cache.data_ptr(), BLOCKS * BLOCK_SIZE, WIDTH, WIDTH // 64, 1, kernel.STEP),
+        TensorMap(cache.data_ptr(), BLOCKS * BLOCK_SIZE, WIDTH, WIDTH // 64, kernel.BOX, kernel.STEP),
     ]
     library = emulated_kernel(kernel.SOURCE, "attend", {**tile.macros, "CHUNK": 16})
     blocks = min(blocks, len(items) * parts)
@@ -99,7 +99,7 @@ def test_params_are_those_of_the_source() -> None:
 @pytest.mark.parametrize("blocks", mostly_slow([1, 3, 7], fast=[3]))
 def test_rows_keep_their_bits(blocks: int) -> None:
     """As plain torch has it, and the same bits alone, in one item of one block. Catches pieces that are folded in
-    another order or read too soon, and tiles of the ring that are overwritten while they are used."""
+    another order or read too soon, and boxes of the ring that are overwritten while they are used."""
     torch.manual_seed(1)
     q = torch.randn(4, 20, WIDTH).bfloat16()
     found, wanted = attend(q, SEQUENCES, blocks), expected(q, SEQUENCES)

@@ -28,6 +28,7 @@ THREADS: Final = 512
 _ROWS: Final = 32  # of a tile, at most
 _CHUNK: Final = 128  # places of the workspace that are folded at a time
 _SHARED: Final = 227 << 10  # bytes
+BOX: Final = 3  # times 64 columns, of a copy
 _P = ctypes.c_void_p
 
 
@@ -55,22 +56,22 @@ class Tile:
         return -(-self.rows // 8) * 8
 
     def _before_ring(self) -> int:
-        """Bytes of shared memory: barriers, queries; of two steps weights, statistics, largest scores."""
-        used = 1024 + self.padded * (9 * 128 + 2 * (128 + 8 + 16))
+        """Bytes of shared memory: barriers and statistics, queries; of two steps weights and largest scores."""
+        used = 1024 + self.padded * (9 * 128 + 2 * (128 + 16))
         return -(-used // 1024) * 1024
 
     @property
-    def tiles(self) -> int:
-        """Of 64 positions of 64 columns, in the ring."""
-        return (_SHARED - self._before_ring()) // (STEP * 128)
+    def boxes(self) -> int:
+        """Of 64 positions of three times 64 columns, in the ring."""
+        return (_SHARED - self._before_ring()) // (BOX * STEP * 128)
 
     @property
     def shared(self) -> int:
-        return self._before_ring() + self.tiles * STEP * 128
+        return self._before_ring() + self.boxes * BOX * STEP * 128
 
     @property
     def macros(self) -> dict[str, int]:
-        return {"ROWS": self.padded, "GROUP": self.group, "TILES": self.tiles, "CHUNK": _CHUNK}
+        return {"ROWS": self.padded, "GROUP": self.group, "BOXES": self.boxes, "CHUNK": _CHUNK}
 
 
 @functools.cache
@@ -123,7 +124,7 @@ def attend(
     rows, stride = q.shape[0] * heads.num_heads, 2 * HEAD_DIM
     maps = [
         tensor_map(q.data_ptr(), rows, HEAD_DIM, stride, (HEAD_DIM // 64, tile.padded)),
-        tensor_map(cache.data_ptr(), cache.shape[0] * block_size, HEAD_DIM, stride, (1, STEP)),
+        tensor_map(cache.data_ptr(), cache.shape[0] * block_size, HEAD_DIM, stride, (BOX, STEP)),
     ]
     blocks = min(current_processors(q.device), len(items) * tile.parts)
     kernel.launch(blocks, THREADS, tile.shared, "early", *maps, params)

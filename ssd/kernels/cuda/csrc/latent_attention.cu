@@ -2,34 +2,36 @@
 // reading KV. Arithmetic is that of `_attention_kernel` (latent.py), to the bit.
 //
 // A block computes items (`attention._plan_kernel`): some pieces of 128 positions of a tile, or groups of 8 of them.
-// One warp copies keys to a ring of tiles in shared memory, 64 positions of 64 columns each, and one the queries. Four
+// One warp copies keys to a ring of boxes in shared memory, 64 positions of 192 columns each, and one the queries. Four
 // warps compute scores and weights, step by step of 64 positions, and two times four the sums of values, half of the
 // columns each, one step behind. Products are transposed, as in Triton.
 //
 // Where a tile has several items, their results are in the workspace. A block that has computed all of its items waits
 // for the others of their tiles, and folds some of the columns. So all blocks must run at the same time.
 //
-// Macros: ROWS (of a tile, a multiple of 8), GROUP (query heads of a part), TILES (of the ring), CHUNK (`latent_fold.cu`).
+// Macros: ROWS (of a tile, a multiple of 8), GROUP (query heads of a part), BOXES (of the ring), CHUNK (`latent_fold.cu`).
 
 #include "pipeline.cu"
 
 constexpr int STEP = 64, SPLIT = 128, FOLDED = 8;  // positions, positions, pieces: the definition's (attention.py)
 constexpr int VALUE = 512, PARTS = 9;              // of 64 columns: those of a value, then the rotated ones
 constexpr int ITEM = 16;                           // integers of an item
-constexpr int TILE_BYTES = STEP * 128, Q_BYTES = PARTS * ROWS * 128, P_BYTES = ROWS * 128;
+constexpr int PART_BYTES = STEP * 128, Q_BYTES = PARTS * ROWS * 128, P_BYTES = ROWS * 128;
+constexpr int BOX = 3, BOX_BYTES = BOX * PART_BYTES;  // parts; three boxes are a step
 constexpr int SCORERS = 128, ADDERS = 256;  // threads, behind those that copy
 constexpr int OWN = ROWS / 2;               // of a thread: numbers of a product's 64 x ROWS
 constexpr int COLUMNS = ROWS / 4;           // of a thread: rows of the tile
 constexpr int COPY_REGISTERS = 40, SCORE_REGISTERS = 88, ADD_REGISTERS = 192;  // of a thread, for 128 in all
 
 struct Shared {
-    u64 full[TILES], empty[TILES], q_full, q_empty, p_full[2], p_empty[2];
+    u64 full[BOXES], empty[BOXES], q_full, q_empty, p_full[2], p_empty[2];
 };
-constexpr int Q_AT = RING_AT, P_AT = Q_AT + Q_BYTES;  // weights, of two steps
-constexpr int STATS_AT = P_AT + 2 * P_BYTES;          // likewise, by rows: the largest score, the factor of earlier sums
-constexpr int TOPS_AT = STATS_AT + 2 * ROWS * 8;      // likewise: largest scores, by rows, of each warp
-constexpr int TILES_AT = (TOPS_AT + 2 * ROWS * 16 + 1023) / 1024 * 1024;
-static_assert(sizeof(Shared) <= RING_AT && TILES >= 2 * PARTS, "a step is in the ring while the next one comes");
+constexpr int STATS_AT = 256;  // of two steps, by rows: the largest score, the factor of earlier sums
+constexpr int Q_AT = RING_AT, P_AT = Q_AT + Q_BYTES;  // weights, likewise
+constexpr int TOPS_AT = P_AT + 2 * P_BYTES;           // largest scores, likewise, of each warp
+constexpr int BOXES_AT = (TOPS_AT + 2 * ROWS * 16 + 1023) / 1024 * 1024;
+static_assert(sizeof(Shared) <= STATS_AT && STATS_AT + 2 * ROWS * 8 <= RING_AT, "they are before the queries");
+static_assert(BOXES >= 2 * BOX, "a step is in the ring while the next one comes");
 
 #define MINUS_INF __uint_as_float(0xFF800000u)
 
@@ -72,13 +74,19 @@ struct Earlier {
 
 // A place in the ring.
 struct Place {
-    int tile = 0;
+    int box = 0;
     u32 parity = 0;
-    __device__ __forceinline__ Place after(int tiles) const {
-        const bool wraps = tile + tiles >= TILES;
+    __device__ __forceinline__ Place after(int boxes) const {
+        const bool wraps = box + boxes >= BOXES;
         Place there;
-        there.tile = tile + tiles - (wraps ? TILES : 0), there.parity = parity ^ wraps;
+        there.box = box + boxes - (wraps ? BOXES : 0), there.parity = parity ^ wraps;
         return there;
+    }
+    // Of the step that begins here: where a part is. The first box has the last parts, as scores begin with the rotated
+    // columns.
+    __device__ __forceinline__ u32 of(int part) const {
+        const int number = (part / BOX + 1) % BOX;
+        return shared_address(memory) + BOXES_AT + after(number).box * BOX_BYTES + part % BOX * PART_BYTES;
     }
 };
 
@@ -123,20 +131,22 @@ struct Sums {
 
 // Scores of a step's positions (that the group of warps holds as `wgmma` has them) and the rows of the tile.
 __device__ __forceinline__ void multiply_keys(Shared& shared, Place at, float (&scores)[OWN]) {
-    const u32 ring = shared_address(memory) + TILES_AT, q = shared_address(memory) + Q_AT;
+    const u32 q = shared_address(memory) + Q_AT;
 #pragma unroll
     for (int i = 0; i < OWN; ++i) scores[i] = 0.0f;
 #pragma unroll
     for (int i = 0; i < PARTS; ++i) {
-        wait(&shared.full[at.tile], at.parity);
-        __syncwarp();
-        const u64 keys = rows_descriptor(ring + at.tile * TILE_BYTES);
-        const u64 queries = rows_descriptor(q + (i ? i - 1 : PARTS - 1) * ROWS * 128);
+        const int part = i ? i - 1 : PARTS - 1;
+        if (i == 0 || part < PARTS - BOX && part % BOX == 0) {
+            const Place box = at.after(i ? part / BOX + 1 : 0);
+            wait(&shared.full[box.box], box.parity);
+            __syncwarp();
+        }
+        const u64 keys = rows_descriptor(at.of(part)), queries = rows_descriptor(q + part * ROWS * 128);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) wgmma(scores, keys + k * 2, queries + k * 2);
         wgmma_commit();
-        at = at.after(1);
     }
     wgmma_wait<0>(scores);
 }
@@ -185,10 +195,9 @@ __device__ __forceinline__ void score(const Params& p, Shared& shared, int warp,
         __syncwarp();
         float m[COLUMNS];
 #pragma unroll 1
-        for (int start = item.first * SPLIT; start < stop; start += STEP, ++steps, at = at.after(PARTS)) {
+        for (int start = item.first * SPLIT; start < stop; start += STEP, ++steps, at = at.after(BOX)) {
             float scores[OWN], tops[COLUMNS], shift[COLUMNS], keep[COLUMNS];
             multiply_keys(shared, at, scores);
-            release(true, &shared.empty[at.tile]);
             release(start + STEP >= stop, &shared.q_empty);
             if (start >= unmasked) {
 #pragma unroll
@@ -222,27 +231,23 @@ __device__ __forceinline__ void score(const Params& p, Shared& shared, int warp,
 // Values of one step, half of the columns each, times its weights; and sums of the weights.
 __device__ __forceinline__ void multiply_values(Shared& shared, Place first, u32 weights, Sums& sums,
                                                 float (&total)[OWN], int half) {
-    const u32 ring = shared_address(memory) + TILES_AT, ones[4] = {0x3F803F80u, 0x3F803F80u, 0x3F803F80u, 0x3F803F80u};
+    const u32 ones[4] = {0x3F803F80u, 0x3F803F80u, 0x3F803F80u, 0x3F803F80u};
     const u64 p = rows_descriptor(weights);
     wgmma_fence();
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
-        const u64 values = rows_descriptor(ring + first.after(1 + half * 4 + t).tile * TILE_BYTES);
+        const u64 values = rows_descriptor(first.of(half * 4 + t));
 #pragma unroll
         for (int k = 0; k < 4; ++k) wgmma_turned(sums.acc[t], values + k * 128, p + k * 2);
-        if (t == 1) wgmma_commit();
     }
 #pragma unroll
     for (int k = 0; k < 4; ++k) wgmma(total, ones, p + k * 2);
     wgmma_commit();
-    wgmma_wait<1>();
-#pragma unroll
-    for (int t = 0; t < 2; ++t) release(true, &shared.empty[first.after(1 + half * 4 + t).tile]);
     wgmma_wait<0>(total);
 #pragma unroll
     for (int t = 0; t < 4; ++t) wgmma_wait<0>(sums.acc[t]);
 #pragma unroll
-    for (int t = 2; t < 4; ++t) release(true, &shared.empty[first.after(1 + half * 4 + t).tile]);
+    for (int i = 0; i < BOX; ++i) release(true, &shared.empty[first.after(i).box]);
 }
 // Adds a step to the sums of a piece, or begins them.
 __device__ __forceinline__ void add_step(Shared& shared, Place at, u32 steps, bool begins, Sums& sums,
@@ -315,7 +320,7 @@ __device__ __forceinline__ void add_values(const Params& p, Shared& shared, int 
             Sums piece;
             float total[OWN];
 #pragma unroll 1
-            for (int start = i * SPLIT; start < min(stop, (i + 1) * SPLIT); start += STEP, at = at.after(PARTS))
+            for (int start = i * SPLIT; start < min(stop, (i + 1) * SPLIT); start += STEP, at = at.after(BOX))
                 add_step(shared, at, steps++, start % SPLIT == 0, piece, total, half, lane);
 #pragma unroll
             for (int k = 0; k < COLUMNS; ++k) piece.l[k] = total[k / 2 * 4 + k % 2];
@@ -334,9 +339,8 @@ __device__ __forceinline__ void add_values(const Params& p, Shared& shared, int 
             }
         }
         if (item.shared()) {
-            __threadfence();
             meet<ADDERS>();
-            if (threadIdx.x % ADDERS == 0) atomicAdd(p.count + item.at(p, 0), 1);
+            if (threadIdx.x % ADDERS == 0) add_in_order(p.count + item.at(p, 0), 1);
         } else {
             if (item.last > FOLDED) sums = all;
             write(p, item, sums, half, warp, lane);
@@ -350,7 +354,7 @@ __device__ __forceinline__ void copy_keys(const Params& p, Shared& shared, const
     const bool leader = threadIdx.x % 32 == 0;
     Earlier earlier(p.planned);
     Place at;
-    u32 filled = 0;  // tiles, up to the ring's
+    u32 filled = 0;  // boxes, up to the ring's
     for (int unit = blockIdx.x; unit < p.num_items * p.parts; unit += gridDim.x) {
         const Item item(p, unit);
         if (item.first_row < 0) break;
@@ -362,15 +366,15 @@ __device__ __forceinline__ void copy_keys(const Params& p, Shared& shared, const
             slot = next, next = table[then / p.block_size] * p.block_size + then % p.block_size;
             if (start + STEP > item.before) earlier.wait();
 #pragma unroll
-            for (int k = 0; k < PARTS; ++k, at = at.after(1)) {
-                if (filled >= TILES)
-                    wait(&shared.empty[at.tile], at.parity ^ 1);
+            for (int k = 0; k < BOX; ++k, at = at.after(1)) {
+                if (filled >= BOXES)
+                    wait(&shared.empty[at.box], at.parity ^ 1);
                 else
                     ++filled;
                 __syncwarp();
-                mbarrier_expect_if(leader, &shared.full[at.tile], TILE_BYTES);
-                copy_box_if(leader, memory + TILES_AT + at.tile * TILE_BYTES, kv, slot, k ? k - 1 : PARTS - 1,
-                            &shared.full[at.tile]);
+                mbarrier_expect_if(leader, &shared.full[at.box], BOX_BYTES);
+                copy_box_if(leader, memory + BOXES_AT + at.box * BOX_BYTES, kv, slot, (k + BOX - 1) % BOX * BOX,
+                            &shared.full[at.box]);
             }
         }
     }
@@ -395,10 +399,10 @@ extern "C" __global__ void __launch_bounds__(128 + SCORERS + ADDERS, 1)
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int i = threadIdx.x;
-    if (i < TILES) mbarrier_init(&shared.full[i], 1), mbarrier_init(&shared.empty[i], 4);
+    if (i < BOXES) mbarrier_init(&shared.full[i], 1), mbarrier_init(&shared.empty[i], ADDERS / 32);
     if (i < 2) mbarrier_init(&shared.p_full[i], SCORERS / 32), mbarrier_init(&shared.p_empty[i], ADDERS / 32);
     if (i == 0) mbarrier_init(&shared.q_full, 1), mbarrier_init(&shared.q_empty, SCORERS / 32);
-    if (i < TILES) mbarriers_are_ready();
+    if (i < BOXES) mbarriers_are_ready();
     __syncthreads();
     if (p.lets_next) let_later_kernels_begin();
     if (warp >= 8) {  // (first, and with returns: else ptxas spills)

@@ -5,11 +5,11 @@
 // Shared memory, in the place of the ring: factors of CHUNK places at a time, by rows, and of groups of them; sums of this
 // block's columns, and of each group.
 constexpr int GROUPS = CHUNK / FOLDED, QUADS = ROWS / 4;
-constexpr int FACTORS_AT = TILES_AT, GROUP_FACTORS_AT = FACTORS_AT + CHUNK * ROWS * 8;
+constexpr int FACTORS_AT = BOXES_AT, GROUP_FACTORS_AT = FACTORS_AT + CHUNK * ROWS * 8;
 constexpr int L_AT = GROUP_FACTORS_AT + GROUPS * ROWS * 8, ALL_AT = L_AT + ROWS * 16;
 constexpr int GROUPS_AT = ALL_AT + VALUE / 2 * ROWS * 4;
 constexpr int MOST = 520;  // columns times groups: there are up to 4 times as many places as blocks (`_plan_kernel`)
-static_assert(GROUPS_AT + MOST * ROWS * 4 <= TILES_AT + TILES * TILE_BYTES, "sums are in the place of the ring");
+static_assert(GROUPS_AT + MOST * ROWS * 4 <= BOXES_AT + BOXES * BOX_BYTES, "sums are in the place of the ring");
 constexpr int AT_ONCE = 3;  // of a thread: sums of four rows each
 
 // Factors of `count` results of a row, in the place of their statistics, which are `ROWS` apart.
@@ -50,16 +50,18 @@ struct Folding {
     const Params& p;
     const Item& item;
     u32 base;
-    int tid, from, columns, first, count;
+    int tid, from, log, first, count;  // 4 << log columns
     float m, l;  // of row `tid`
     __device__ __forceinline__ bool apart() const { return item.unit == 1; }
     __device__ __forceinline__ int groups() const { return (count + FOLDED - 1) / FOLDED; }
     // A quad is four rows of a column: [ROWS / 8, column, 2].
-    __device__ __forceinline__ int quads() const { return columns * QUADS; }
-    __device__ __forceinline__ int row_of(int quad) const { return quad / (columns * 2) * 8 + quad % 2 * 4; }
+    __device__ __forceinline__ int quads() const { return 4 * QUADS << log; }
+    __device__ __forceinline__ int row_of(int quad) const { return (quad >> log) / 8 * 8 + quad % 2 * 4; }
     __device__ __forceinline__ int offset_of(int quad) const {
-        return quad / (columns * 2) * VALUE * 8 + quad % (columns * 2) * 4;
+        return (quad >> log) / 8 * VALUE * 8 + (quad & (8 << log) - 1) * 4;
     }
+    // A task is a quad of a group: the group.
+    __device__ __forceinline__ int group_of(int task) const { return (task >> log) / (4 * QUADS); }
 
     __device__ __forceinline__ void make_factors() {
         constexpr int LOADS = 12;
@@ -105,8 +107,8 @@ struct Folding {
             u32 factors[AT_ONCE];
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
-                const int task = begin + j * ADDERS, place = apart() ? task / quads() * FOLDED : 0;
-                const int quad = apart() ? task % quads() : task;
+                const int task = begin + j * ADDERS, group = apart() ? group_of(task) : 0;
+                const int quad = task - group * quads(), place = group * FOLDED;
                 left[j] = task < tasks ? count - place : 0;
                 at[j] = results + place * stride + offset_of(quad);
                 factors[j] = base + FACTORS_AT + (place * ROWS + row_of(quad)) * 8;
@@ -151,9 +153,9 @@ struct Folding {
         if (tid < ROWS) shared_store4(base + L_AT + tid * 4, __float_as_uint(l));
         meet<ADDERS>();
         bf16* out = output_of(p, item) + from;
-        for (int t = tid; t < columns / 4 * ROWS; t += ADDERS) {
+        for (int t = tid; t < ROWS << log; t += ADDERS) {
             const int row = t % ROWS, column = t / ROWS * 4;
-            const u32 at = base + ALL_AT + ((row / 8 * columns + column) * 8 + row % 8) * 4;
+            const u32 at = base + ALL_AT + (((row / 8 * 4 << log) + column) * 8 + row % 8) * 4;
             const float sum = shared_float(base + L_AT + row * 4);
             float v[4];
 #pragma unroll
@@ -165,15 +167,11 @@ struct Folding {
     }
 };
 
-// Waits until all items of a tile are computed. The last one that has waited sets the counter to 0.
-__device__ __forceinline__ void wait_for_items(const Params& p, const Item& item) {
-    if (threadIdx.x % ADDERS == 0) {
-        int* counter = p.count + item.at(p, 0);
-        for (u32 polls = 0; load4(counter) < item.num_items; pause())
+// Waits until all items of a tile are computed.
+__device__ __forceinline__ void wait_for_items(const Item& item, const int* counter) {
+    if (threadIdx.x % ADDERS == 0)
+        for (u32 polls = 0; load4_in_order(counter) < item.num_items; pause())
             if (++polls > MAX_POLLS) give_up();
-        if (atomicAdd(counter, 1) == 2 * item.num_items - 1) *counter = 0;
-        __threadfence();
-    }
     meet<ADDERS>();
 }
 // Folds the results of tiles with several items: of each of this block's items, a share of the columns.
@@ -182,11 +180,16 @@ __device__ __forceinline__ void fold_tiles(const Params& p) {
         const Item item(p, unit);
         if (item.first_row < 0) break;
         if (!item.shared()) continue;
-        const int share = (VALUE / 4 + item.num_items - 1) / item.num_items * 4, from = item.number() * share;
+        int log = 0;
+        while (item.num_items << log < VALUE / 4) ++log;
+        const int tid = threadIdx.x % ADDERS, from = item.number() * 4 << log;
         const int places = (item.pieces + item.unit - 1) / item.unit;
-        wait_for_items(p, item);
+        int* counter = p.count + item.at(p, 0);
+        wait_for_items(item, counter);
+        // The last one that has waited sets the counter to 0.
+        if (tid == 0 && atomicAdd(counter, 1) == 2 * item.num_items - 1) *counter = 0;
         if (from >= VALUE) continue;
-        Folding f{p, item, shared_address(memory), (int)threadIdx.x % ADDERS, from, min(share, VALUE - from)};
+        Folding f{p, item, shared_address(memory), tid, from, log};
         f.m = MINUS_INF, f.l = 0.0f;
         for (f.first = 0; f.first < places; f.first += CHUNK) {
             f.count = min(CHUNK, places - f.first);
