@@ -220,10 +220,14 @@ def interpret_with_known_shapes() -> None:
     language.block_type.__init__, language.tensor.__init__ = known_type, known_shape
 
 
-if os.environ["TRITON_INTERPRET"] == "1" and find_spec("triton") is not None:
-    interpret_products_in_order()
-    interpret_without_repetition()
-    interpret_with_known_shapes()
+def pytest_configure(config: pytest.Config) -> None:
+    """Not in the process that hands tests to others: they wait for it."""
+    if getattr(config.option, "numprocesses", None):
+        return
+    if os.environ["TRITON_INTERPRET"] == "1" and find_spec("triton") is not None:
+        interpret_products_in_order()
+        interpret_without_repetition()
+        interpret_with_known_shapes()
 
 
 @pytest.hookimpl(optionalhook=True)
