@@ -271,7 +271,12 @@ def test_methods_are_spelled() -> None:
         Method.parse("sd", None, 4, {})
 
 
-@pytest.mark.parametrize("draft", ["tiny-llama-draft", "tiny-llama-eagle", "tiny-llama-block", "suffix"])
+@pytest.mark.parametrize(
+    "draft",
+    mostly_slow(
+        ["tiny-llama-draft", "tiny-llama-eagle", "tiny-llama-block", "suffix"], fast={"tiny-llama-block", "suffix"}
+    ),
+)
 def test_methods_without_a_number_have_the_k_of_an_engine(draft: str) -> None:
     """Catches a block draft that is measured with a part of its tokens."""
     chosen = {"mode": "sd", "draft": draft}
@@ -293,7 +298,7 @@ def test_a_block_draft_shares_an_engine_with_longer_look_up() -> None:
         assert len({id(contender.llm) for contender in ours}) == 1
         assert [contender.drafter.lookahead for contender in ours] == [0, 7, 7, 16]
         workload = load_workload("gsm8k", open_checkpoint("tiny-llama").tokenizer(), count=1)
-        assert same_text(measure(ours, [workload], RequestSettings(12), repeats=1))
+        assert same_text(measure(ours, [workload], RequestSettings(6), repeats=1))
     with pytest.raises(ConfigError, match=r"look-up of 20 tokens .* room for 16: name suffix:16"):
         our_contenders("tiny-llama", [*methods[:2], *methods_of("suffix:20", None, None, {})], batch=1, device="cpu")
 

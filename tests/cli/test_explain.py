@@ -72,7 +72,7 @@ def accepted(steps: list[Step]) -> int:
 
 @pytest.mark.parametrize(("temperature", "seed"), mostly_slow([(0.0, 0), (0.8, 3), (0.8, 4)], fast={(0.8, 3)}))
 def test_every_token_is_in_the_trace_once(plain: LLM, ahead: LLM, temperature: float, seed: int) -> None:
-    params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=48)
+    params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=32)
     before = sum(ahead.engine.metrics.ssd_hits_after)
     output, steps = record(ahead, PROMPT, params)
     assert written(steps) == output.token_ids == plain.generate(PROMPT, params)[0].token_ids
@@ -96,7 +96,7 @@ def test_a_text_that_ends_in_the_middle_of_a_round(ahead: LLM) -> None:
     """Catches tokens that were accepted and never written."""
     tokens = ahead.generate(PROMPT, SamplingParams(max_new_tokens=24))[0].token_ids
     cut = 0
-    for token in sorted(set(tokens)):
+    for token in sorted(set(tokens))[::2]:
         output, steps = record(ahead, PROMPT, SamplingParams(max_new_tokens=24, stop_token_ids=[token]))
         assert written(steps) == output.token_ids == tokens[: tokens.index(token) + 1]
         assert accepted(steps) == output.metrics.accepted

@@ -83,7 +83,7 @@ def drafter_of(llm: LLM) -> Any:
 def test_an_engine_has_its_drafts_from_a_server(url: str) -> None:
     with engine(url) as llm:
         assert texts(llm) == expected()
-        assert drafter_of(llm).replies + drafter_of(llm).at_hand > 10
+        assert drafter_of(llm).replies + drafter_of(llm).at_hand > 5
         assert drafter_of(llm).stats.failures == 0
 
 
