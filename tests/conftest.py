@@ -220,6 +220,24 @@ def interpret_with_known_shapes() -> None:
     language.block_type.__init__, language.tensor.__init__ = known_type, known_shape
 
 
+def interpret_without_idle_work() -> None:
+    """Triton's language computes whether integers overflow, which nobody looks at but for debugging, and broadcasts
+    values of one shape: 40% of the interpreter's time."""
+    from triton.language.semantic import TritonSemantic
+
+    check, broadcast = TritonSemantic.binary_op_sanitize_overflow_impl, TritonSemantic.broadcast_impl_value
+
+    def checked(self: Any, *operation: Any) -> None:
+        if self.builder.options.debug:
+            check(self, *operation)
+
+    def broadcasted(self: Any, left: Any, right: Any) -> Any:
+        return (left, right) if left.shape is right.shape else broadcast(self, left, right)  # of `known_shape`
+
+    TritonSemantic.binary_op_sanitize_overflow_impl = checked
+    TritonSemantic.broadcast_impl_value = broadcasted
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Not in the process that hands tests to others: they wait for it."""
     if getattr(config.option, "numprocesses", None):
@@ -228,6 +246,7 @@ def pytest_configure(config: pytest.Config) -> None:
         interpret_products_in_order()
         interpret_without_repetition()
         interpret_with_known_shapes()
+        interpret_without_idle_work()
 
 
 @pytest.hookimpl(optionalhook=True)
