@@ -220,10 +220,33 @@ def interpret_with_known_shapes() -> None:
     language.block_type.__init__, language.tensor.__init__ = known_type, known_shape
 
 
-if os.environ["TRITON_INTERPRET"] == "1" and find_spec("triton") is not None:
-    interpret_products_in_order()
-    interpret_without_repetition()
-    interpret_with_known_shapes()
+def interpret_without_idle_work() -> None:
+    """Triton's language computes whether integers overflow, which nobody looks at but for debugging, and broadcasts
+    values of one shape: 40% of the interpreter's time."""
+    from triton.language.semantic import TritonSemantic
+
+    check, broadcast = TritonSemantic.binary_op_sanitize_overflow_impl, TritonSemantic.broadcast_impl_value
+
+    def checked(self: Any, *operation: Any) -> None:
+        if self.builder.options.debug:
+            check(self, *operation)
+
+    def broadcasted(self: Any, left: Any, right: Any) -> Any:
+        return (left, right) if left.shape is right.shape else broadcast(self, left, right)  # of `known_shape`
+
+    TritonSemantic.binary_op_sanitize_overflow_impl = checked
+    TritonSemantic.broadcast_impl_value = broadcasted
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Not in the process that hands tests to others: they wait for it."""
+    if getattr(config.option, "numprocesses", None):
+        return
+    if os.environ["TRITON_INTERPRET"] == "1" and find_spec("triton") is not None:
+        interpret_products_in_order()
+        interpret_without_repetition()
+        interpret_with_known_shapes()
+        interpret_without_idle_work()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -242,6 +265,14 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """So is what a file's tests have imported and left, once its fixtures are gone: a quarter of the time of tests of
+    the server went into looking for garbage among that."""
+    if nextitem is not None and nextitem.path != item.path:
+        pytest_collection_finish()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -70,7 +70,7 @@ def engine(url: str, **options: Any) -> LLM:
     return LLM(MODEL, device="cpu", max_num_seqs=4, max_model_len=256, speculation=speculation, **options)
 
 
-def params(count: int = 24) -> list[SamplingParams]:
+def params(count: int = 12) -> list[SamplingParams]:
     """Greedy and sampled, one for each of TEXTS."""
     return [
         SamplingParams(max_new_tokens=count, temperature=0.7 * (i % 2), seed=i, ignore_eos=True)
@@ -78,13 +78,13 @@ def params(count: int = 24) -> list[SamplingParams]:
     ]
 
 
-def plain_texts(count: int = 24) -> list[str]:
+def plain_texts(count: int = 12) -> list[str]:
     """What plain decoding writes."""
     with LLM(MODEL, device="cpu", max_num_seqs=4, max_model_len=256) as llm:
         return texts(llm, count)
 
 
-def texts(llm: LLM, count: int = 24) -> list[str]:
+def texts(llm: LLM, count: int = 12) -> list[str]:
     return [output.text for output in llm.generate(TEXTS, params(count))]
 
 

@@ -72,7 +72,7 @@ def accepted(steps: list[Step]) -> int:
 
 @pytest.mark.parametrize(("temperature", "seed"), mostly_slow([(0.0, 0), (0.8, 3), (0.8, 4)], fast={(0.8, 3)}))
 def test_every_token_is_in_the_trace_once(plain: LLM, ahead: LLM, temperature: float, seed: int) -> None:
-    params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=48)
+    params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=32)
     before = sum(ahead.engine.metrics.ssd_hits_after)
     output, steps = record(ahead, PROMPT, params)
     assert written(steps) == output.token_ids == plain.generate(PROMPT, params)[0].token_ids
@@ -84,7 +84,7 @@ def test_every_token_is_in_the_trace_once(plain: LLM, ahead: LLM, temperature: f
 
 
 def test_a_hit_is_the_branch_that_came_true(ahead: LLM) -> None:
-    output, steps = record(ahead, PROMPT, SamplingParams(temperature=0.8, seed=3, max_new_tokens=64))
+    output, steps = record(ahead, PROMPT, SamplingParams(temperature=0.8, seed=3, max_new_tokens=40))
     assert 0 < output.metrics.hits < output.metrics.look_ups  # both kinds are seen
     for one, two in (pair for pair in pairwise(steps) if pair[1].looked_up):
         true = [branch for branch in one.branches if one.came_true(branch)]
@@ -96,7 +96,7 @@ def test_a_text_that_ends_in_the_middle_of_a_round(ahead: LLM) -> None:
     """Catches tokens that were accepted and never written."""
     tokens = ahead.generate(PROMPT, SamplingParams(max_new_tokens=24))[0].token_ids
     cut = 0
-    for token in sorted(set(tokens)):
+    for token in sorted(set(tokens))[::2]:
         output, steps = record(ahead, PROMPT, SamplingParams(max_new_tokens=24, stop_token_ids=[token]))
         assert written(steps) == output.token_ids == tokens[: tokens.index(token) + 1]
         assert accepted(steps) == output.metrics.accepted
@@ -213,7 +213,7 @@ def test_the_picture_is_well_formed_and_holds_every_token() -> None:
 
 
 def test_nothing_is_written_over_something_else(ahead: LLM) -> None:
-    output, steps = record(ahead, PROMPT, SamplingParams(temperature=0.8, seed=3, max_new_tokens=64))
+    output, steps = record(ahead, PROMPT, SamplingParams(temperature=0.8, seed=3, max_new_tokens=40))
     long = "a summary that is longer than a line of the picture, " * 4
     root = ElementTree.fromstring(paths.svg(steps, spelling(ahead.engine.tokenizer), "title", long))
     boxes = []
@@ -232,7 +232,7 @@ def test_nothing_is_written_over_something_else(ahead: LLM) -> None:
             if other_y - y > 9:
                 break
             assert right <= other_left or other_right <= left, (content, other)
-    assert len(output.token_ids) == 64
+    assert len(output.token_ids) == 40
 
 
 def test_a_page_is_well_formed_too(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_it_explains_trees(ahead: LLM) -> None:
     assert " ".join(text.split()) in said
 
 
-@pytest.mark.parametrize("name", ["paths.svg", "paths.html"])
+@pytest.mark.parametrize("name", mostly_slow(["paths.svg", "paths.html"], fast={"paths.svg"}))
 def test_it_explains_and_draws(tmp_path: Path, name: str) -> None:
     options = ("--max-tokens", "12", "--k", "3", "--budget", "5", "--fan-out", "2", "-t", "0.5", "--seed", "7")
     done = explain("tiny-llama", "Once upon a time", *options, "--device", "cpu", "--out", str(tmp_path / name))

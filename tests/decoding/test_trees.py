@@ -69,7 +69,7 @@ def test_prepared_trees_are_worth_it(batch: int, count: int) -> None:
     """SSD with trees: the text of plain decoding, drafts that had been prepared, and more tokens a round than with
     chains."""
     params = [
-        SamplingParams(temperature=float(i % 2), seed=i, max_new_tokens=24, ignore_eos=True) for i in range(count)
+        SamplingParams(temperature=float(i % 2), seed=i, max_new_tokens=16, ignore_eos=True) for i in range(count)
     ]
     texts, rounds = [], []
     chains = {"mode": "ssd", "draft": "tiny-llama-draft", "k": 4, "placement": "inline", "backup": "jit"}

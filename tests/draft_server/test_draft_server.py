@@ -83,7 +83,7 @@ def drafter_of(llm: LLM) -> Any:
 def test_an_engine_has_its_drafts_from_a_server(url: str) -> None:
     with engine(url) as llm:
         assert texts(llm) == expected()
-        assert drafter_of(llm).replies + drafter_of(llm).at_hand > 10
+        assert drafter_of(llm).replies + drafter_of(llm).at_hand > 5
         assert drafter_of(llm).stats.failures == 0
 
 
@@ -287,7 +287,7 @@ def test_engines_that_ask_for_all_they_can_get_have_equal_shares(url: str, monke
 
     monkeypatch.setattr(DraftRunner, "_launch", slow)
     engines = [scripted(url) for _ in range(3)]
-    counts, end = [0, 0, 0], time.monotonic() + 1.5
+    counts, end = [0, 0, 0], time.monotonic() + 1.0
 
     def hammer(place: int) -> None:
         own = engines[place]

@@ -165,7 +165,7 @@ def test_trees_are_the_best_ones(make_model: Callable[[str], TestModel], tmp_pat
 
 # --- trees that are prepared ------------------------------------------------------------------------------------------
 
-WIDTH, COMPARED = 6, 24
+WIDTH, COMPARED = 6, 12
 Forest = dict[tuple[int, int], tuple[int, ...]]  # by outcome, the tokens of its tree, the best first
 
 

@@ -72,8 +72,14 @@ def by_hand(logits: torch.Tensor, correction: torch.Tensor, count: int, rule: Ro
     return [*((e, numbers[e] / total * rule.scale) for e in best), *shared]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    mostly_slow(
+        [(kind, rule) for kind in KERNELS for rule in RULES],
+        fast=[(kind, rule) for kind in KERNELS for rule in (RULES if CUDA or kind != "triton" else RULES[1::2])],
+    ),
+    ids=str,
+)
 def test_routing_by_sigmoids(kind: str, rule: RoutingRule) -> None:
     """Catches weights that have the correction, a group that is chosen by one expert, and the order of equal scores:
     two groups that are equal, and all experts; shared ones that are weighed, or not every row's last. Rows keep their

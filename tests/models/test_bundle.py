@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from conftest import mostly_slow
 
 from ssd import LLM, SamplingParams
 from ssd.assembly.open import BUNDLE, bundled, bundled_models, open_checkpoint
@@ -118,7 +119,7 @@ def test_a_bundled_draft_on_features_drafts_what_its_target_writes(form: str, mo
     assert counts.spec_decode_num_accepted_tokens > least * counts.spec_decode_num_draft_tokens
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", mostly_slow(MODELS, fast={"tiny-llama", "tiny-qwen3"}))
 def test_a_bundled_name_is_all_one_needs(model: str) -> None:
     with LLM(model) as llm:
         assert llm.note == ""
