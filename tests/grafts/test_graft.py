@@ -34,6 +34,7 @@ from ssd.grafts import export
 from ssd.grafts.graft import GraftCheckpoint, blocks_of, copy_scales, held_mlp
 from ssd.grafts.shapes import SHAPES, shape_of
 from ssd.kernels.codes import decoded, quantize
+from ssd.kernels.cpu.library import load as cpu_kernels
 from ssd.layers.rotary import rope_tables
 from ssd.layers.spec import ExpertsSpec, MLPSpec, RopeConfig
 from ssd.models.checkpoint import all_weights
@@ -174,11 +175,12 @@ def test_logits_and_texts_are_the_bases(
 def test_bfloat16_logits_are_the_bases(family: str, target: str, make_base: Callable[..., Path]) -> None:
     """Catches a factor that is no power of two: it would round all weights anew (a difference of 0.02 or more here).
 
-    The square root of two, for heads of twice the size, is the one that must be.
+    The square root of two, for heads of twice the size, is the one that must be. AMX adds up inputs in pairs, whose order
+    is another one in a graft: then sums are rounded otherwise (a difference of 0.016).
     """
     base, graft = both(make_base(family), f"{family}-{target}", "bfloat16")
     with base, graft:
-        limit = 0.1 if target == "2x-heads" else 0.01
+        limit = 0.1 if target == "2x-heads" else 0.02 if cpu_kernels().variant == "amx" else 0.01
         assert difference(logits(graft, PROMPT), logits(base, PROMPT)) < limit
 
 
@@ -213,14 +215,13 @@ def test_the_first_dimensions_of_larger_heads_turn_alike(rope: RopeConfig, ratio
 # --- rounded ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("form", "dtype"), mostly_slow([("fp8", "bfloat16"), ("int8", "float32")], fast={("fp8", "bfloat16")})
-)
+@pytest.mark.parametrize("form", mostly_slow(["fp8", "int8"], fast={"fp8"}))
 def test_a_rounded_graft_writes_the_text_of_its_rounded_base(
-    form: str, dtype: str, make_base: Callable[..., Path], base_answers: Callable[[str, str], Answers]
+    form: str, make_base: Callable[..., Path], base_answers: Callable[[str, str], Answers]
 ) -> None:
     """Codes of one scale per output channel. Catches a head or an embedding that is rounded on one side only, and
-    weights that are not rounded."""
+    weights that are not rounded. In float32: sums of bfloat16 by AMX depend on the order of the inputs."""
+    dtype = "float32"
     graft = f"graft:{make_base('llama')}@llama-split-groups-4x-heads:{form}"
     ours, base = answers(graft, dtype), answers(str(make_base("llama")), dtype, form)
     assert ours.token_ids == base.token_ids
