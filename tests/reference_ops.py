@@ -74,7 +74,7 @@ class ReferenceWeight(Weight):
 class ReferenceOps(SharedOps):
     """Plain torch. Not row-invariant: the libraries choose their algorithm by the number of rows."""
 
-    def reserve(self, heads: Seq[HeadShape], device: torch.device) -> None:
+    def reserve(self, heads: Seq[HeadShape], device: torch.device, *, ahead: bool = False) -> None:
         return
 
     def tile_tokens(self, heads: Seq[HeadShape], prefill: bool) -> int:

@@ -105,7 +105,7 @@ def load_decoder(
         *(decoder.quantized or str(dtype).removeprefix("torch."), device_name(device), name_of(ops)),
         *("mapped from the cache" if mapped else "loaded", time.perf_counter() - began),
     )
-    ops.reserve(decoder.heads, device)
+    ops.reserve(decoder.heads, device, ahead=not is_target)
     return Loaded(decoder, max_len, max_rows, scratch_slots)
 
 

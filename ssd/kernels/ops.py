@@ -150,8 +150,11 @@ class Ops(Protocol):
     def recordings(self) -> Recordings | None:
         """A place for recordings of its calls; None: there are none, calls are captured in CUDA graphs."""
 
-    def reserve(self, heads: Seq[HeadShape], device: torch.device) -> None:
-        """Allocates the scratch of `attention` in layers with these heads, whatever their windows."""
+    def reserve(self, heads: Seq[HeadShape], device: torch.device, *, ahead: bool = False) -> None:
+        """Allocates the scratch of `attention` in layers with these heads, whatever their windows.
+
+        `ahead`: passes may be launched on a stream that has priority over others which compute at the same time.
+        """
 
     def tile_tokens(self, heads: Seq[HeadShape], prefill: bool) -> int:
         """Query tokens of one attention tile, the same in layers with any of these heads."""

@@ -175,8 +175,8 @@ def test_logits_and_texts_are_the_bases(
 def test_bfloat16_logits_are_the_bases(family: str, target: str, make_base: Callable[..., Path]) -> None:
     """Catches a factor that is no power of two: it would round all weights anew (a difference of 0.02 or more here).
 
-    The square root of two, for heads of twice the size, is the one that must be. AMX adds up inputs in pairs, whose order
-    is another one in a graft: then sums are rounded otherwise (a difference of 0.016).
+    The square root of two, for heads of twice the size, is the one that must be. AMX adds up inputs in pairs, which are
+    others in a graft: then sums are rounded otherwise (a difference of 0.016).
     """
     base, graft = both(make_base(family), f"{family}-{target}", "bfloat16")
     with base, graft:

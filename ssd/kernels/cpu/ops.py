@@ -83,7 +83,7 @@ class CpuOps(SharedOps):
         packed = (self.kernels.pack_codes(codes.rows(own), dtype, gated, coarse=coarse, half=half) for own in each)
         return CpuExperts(self.kernels, PackedExperts(tuple(packed)), rows)
 
-    def reserve(self, heads: Seq[HeadShape], device: torch.device) -> None:
+    def reserve(self, heads: Seq[HeadShape], device: torch.device, *, ahead: bool = False) -> None:
         return
 
     def tile_tokens(self, heads: Seq[HeadShape], prefill: bool) -> int:

@@ -2,6 +2,9 @@
 
 It has the bits of `latent._attention_kernel`, which does what this one does not: other sizes and types, branches,
 trees, prompts. Items are the same (`Workspace.items`).
+
+Blocks of a tile wait for each other, so all blocks must come to run before those of any kernel that is launched later.
+That is so on streams of one priority. Drafts, whose stream has priority (`Ops.reserve`), have Triton's kernel.
 """
 
 from __future__ import annotations
@@ -92,11 +95,11 @@ def takes(batch: DeviceBatch, heads: HeadShape, tile: Tile, cache: torch.Tensor)
     return fits and plain and _kernel(cache.device, tile) is not None
 
 
-def tile_of(batch: DeviceBatch, heads: HeadShape, cache: torch.Tensor) -> Tile | None:
+def tile_of(batch: DeviceBatch, heads: HeadShape, cache: torch.Tensor, workspace: Workspace) -> Tile | None:
     """A tile of the batch; None: it is for Triton's kernel."""
     parts, group = columns(heads)
     tile = Tile(parts, group, tile_rows(heads, False) // group * group)
-    return tile if takes(batch, heads, tile, cache) else None
+    return tile if not workspace.ahead and takes(batch, heads, tile, cache) else None
 
 
 def attend(

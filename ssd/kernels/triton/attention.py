@@ -592,7 +592,8 @@ class Items(NamedTuple):
 class Workspace:
     """Scratch for tiles whose pieces are computed by several programs, in layers with any of these heads."""
 
-    def __init__(self, heads: Seq[HeadShape], device: torch.device) -> None:
+    def __init__(self, heads: Seq[HeadShape], device: torch.device, *, ahead: bool = False) -> None:
+        self.ahead = ahead  # see `Ops.reserve`
         self.capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         self.tokens, self.prefill_tokens = (tile_tokens(heads, prefill) for prefill in (False, True))
         self._processors = processors(device)

@@ -399,7 +399,7 @@ def latent_attention(
         )
 
     num_tiles = batch.tiles.shape[1]
-    if num_tiles and (tile := cuda.tile_of(batch, heads, cache)) is not None:
+    if num_tiles and (tile := cuda.tile_of(batch, heads, cache, workspace)) is not None:
         cuda.attend(q, out, batch, heads, cache, workspace, tile, lets_next=lets_next)
     elif num_tiles:
         items, tiles, planned = workspace.items(batch, heads)

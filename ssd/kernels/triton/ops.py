@@ -24,8 +24,8 @@ class TritonOps(SharedOps):
         self._copies_ahead = False  # there are products that copy weights while attention runs (`few_rows`)
         self.route, self.combine = experts.route, experts.combine
 
-    def reserve(self, heads: Seq[HeadShape], device: torch.device) -> None:
-        self._workspace = attention.Workspace(heads, device)
+    def reserve(self, heads: Seq[HeadShape], device: torch.device, *, ahead: bool = False) -> None:
+        self._workspace = attention.Workspace(heads, device, ahead=ahead)
         if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9:
             with suppress(ImportError):  # a version of Triton without Gluon
                 from ssd.kernels.triton.prefill import OverlappedPrefill
