@@ -200,7 +200,7 @@ class BlockRunner(DraftRunner):
         number, tables = n * block.queries(count), self.model_runner.tables.tensor
         tokens, positions, mapping, ends, slots = self._rows.queries(number)
         rows = self._rows.decided(count, n) if by_place else self._rows.decided(n, count)
-        kernels(self.device).rounds.block_rows(
+        kernels(self.device).runs.block_rows(
             self.state.view,
             slots=self.buffers.inputs(branches=False).slots(n),
             tables=tables,

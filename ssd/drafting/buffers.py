@@ -46,7 +46,7 @@ class Indices(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """The rows of a reading, see `rounds.read_rows`."""
+    """The rows of a reading, see `runs.read_rows`."""
 
     tokens: torch.Tensor  # of rows
     positions: torch.Tensor
@@ -96,7 +96,7 @@ class DraftBuffers:
             torch.zeros((count, reads, states_width), dtype=runner.decoder.dtype, device=self.device)
             for count in (rows, self.state.num_slots + 1)
         )
-        self._rows = tuple(self._ints(rows) for _ in range(5))  # see `rounds.extend_rows`
+        self._rows = tuple(self._ints(rows) for _ in range(5))  # see `runs.extend_rows`
         self._beams = self._ints(4 * shapes.lookahead * rows if self.state.tree is not None else 0)
         self._readings = {branches: self._new_reading(n, n * shapes.most_reads(branches)) for branches in (False, True)}
         self.first_slot = runner.scratch_slot  # of the rows; behind theirs are those of nodes, and one for padding
@@ -119,7 +119,7 @@ class DraftBuffers:
         `decided_after`: only decided tokens are read, those after these counts (by slot), in place of `computed`.
         """
         inputs, drafts = self._inputs[branches], decided_after is None
-        kernels(self.device).rounds.stage(
+        kernels(self.device).runs.stage(
             self.state.view,
             slots=inputs.slots(n),
             num_drafted=inputs.drafted(n) if drafts else self._none[:n],
@@ -138,7 +138,7 @@ class DraftBuffers:
         """Looks up the outcomes of n sequences in the branches; what is found, or a sibling, becomes their drafts."""
         if self.hit_rate is not None:
             self._draw_hits(n, width, self.hit_rate)
-        kernels(self.device).rounds.look_up(
+        kernels(self.device).runs.look_up(
             self.state.view,
             slots=self._inputs[True].slots(n),
             after=self.after[:n, :width],
@@ -166,7 +166,7 @@ class DraftBuffers:
 
     def store(self, n: int, count: int, origin: Origin) -> None:
         """Copies `count` tokens written for each of n sequences to their drafts."""
-        kernels(self.device).rounds.store(
+        kernels(self.device).runs.store(
             self.state.view,
             slots=self._inputs[False].slots(n),
             chain=self.chain,
@@ -199,7 +199,7 @@ class DraftBuffers:
     def read_rows(self, shape: RunShape, tables: Tables, beams: torch.Tensor | None = None) -> Reading:
         """The rows of each sequence's new tokens, and (`beams`) those of the nodes behind them."""
         n, inputs, reading = shape.sequences, self._inputs[shape.branches], self.reading(shape)
-        kernels(self.device).rounds.read_rows(
+        kernels(self.device).runs.read_rows(
             slots=inputs.slots(n),
             first=inputs.first[:n],
             count=inputs.count[:n],
@@ -228,7 +228,7 @@ class DraftBuffers:
     def follow(self, above: torch.Tensor, beams: int, depth: int, states: torch.Tensor | None) -> None:
         """Gives each row the KV of `depth` tokens in the branch slots of the row that it follows (int64 [rows]), and
         its hidden state, if these are there."""
-        kernels(self.device).rounds.follow_rows(
+        kernels(self.device).runs.follow_rows(
             above=above,
             caches=self.runner.own_caches,
             beams=beams,
@@ -242,7 +242,7 @@ class DraftBuffers:
         """The newest token of every row, whose KV goes to the row's branch slots."""
         n, inputs = shape.sequences, self._inputs[shape.branches]
         tokens, positions, mapping, decided, slots = (column[: shape.rows] for column in self._rows)
-        kernels(self.device).rounds.extend_rows(
+        kernels(self.device).runs.extend_rows(
             slots=inputs.slots(n),
             first=inputs.first[:n],
             count=inputs.count[:n],

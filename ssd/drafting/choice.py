@@ -64,7 +64,7 @@ class TokenChoice:
     def _keep(self, logits: torch.Tensor, rows: Rows, needs: Needs, column: int, each: int) -> None:
         """`each`: tokens of a row of the run, from `column` on."""
         best, scores = self.best(logits, rows, needs, 2)
-        kernels(self.buffers.device).rounds.keep_best(
+        kernels(self.buffers.device).runs.keep_best(
             best=best,
             scores=scores,
             chain=self.buffers.chain,

@@ -16,6 +16,7 @@ class Kernels(NamedTuple):
 
     ops: Callable[[], Ops]  # makes the operations of a model
     rounds: Any  # functions of `ssd.kernels.triton.rounds`
+    runs: Any  # functions of `ssd.kernels.triton.runs`
     features: Any  # functions of `ssd.kernels.triton.features`
     sampling: Any  # functions of `ssd.kernels.triton.sampling`
     trees: Any  # functions of `ssd.kernels.triton.trees`
@@ -30,11 +31,11 @@ def kernels(device: torch.device) -> Kernels:
 
 @functools.cache
 def _cuda_kernels() -> Kernels:
-    from ssd.kernels.triton import draft_table, features, rounds, sampling, trees  # Triton is imported for GPUs only
+    from ssd.kernels.triton import draft_table, features, rounds, runs, sampling, trees  # imported for GPUs only
     from ssd.kernels.triton.elementwise import add_parts
     from ssd.kernels.triton.ops import TritonOps
 
-    return Kernels(TritonOps, rounds, features, sampling, trees, add_parts, draft_table)
+    return Kernels(TritonOps, rounds, runs, features, sampling, trees, add_parts, draft_table)
 
 
 @functools.cache
@@ -42,11 +43,12 @@ def _cpu_kernels() -> Kernels:
     from ssd.kernels.cpu import features, library, trees
     from ssd.kernels.cpu.ops import CpuOps
     from ssd.kernels.cpu.rounds import Rounds
+    from ssd.kernels.cpu.runs import Runs
     from ssd.kernels.cpu.sampling import Sampling
 
     compiled = library.load()
-    rounds, sampling = Rounds(compiled), Sampling(compiled)
-    return Kernels(lambda: CpuOps(compiled), rounds, features, sampling, trees, build=compiled.build)
+    rounds, runs, sampling = Rounds(compiled), Runs(compiled), Sampling(compiled)
+    return Kernels(lambda: CpuOps(compiled), rounds, runs, features, sampling, trees, build=compiled.build)
 
 
 def name_of(ops: Ops) -> str:

@@ -636,7 +636,7 @@ def test_every_product_of_a_model_is_timed() -> None:
 def test_a_trace_prints_nothing_of_the_profiler(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Its library writes to the process's own standard error."""
     file = tmp_path / "rounds.json"
-    arguments = ["bench", "tiny-llama-draft", "--compare", "ar", "--prompts", "1", "--sets", "humaneval", "-m", "4"]
+    arguments = ["bench", "tiny-llama-draft", "--compare", "ar", "--prompts", "1", "--sets", "humaneval", "-m", "12"]
     arguments += ["--repeats", "1"]
     done = CliRunner().invoke(app, [*arguments, "--trace", str(file), "--device", "cpu"])
     assert done.exit_code == 0, done.output

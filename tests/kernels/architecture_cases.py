@@ -31,6 +31,7 @@ from ssd.kernels.triton import (
     packing,
     rounds,
     row_codes,
+    runs,
     sampling,
     trees,
 )
@@ -333,7 +334,7 @@ def test_rounds_with_trees(architecture: int) -> None:
     )
     above = empty(16, dtype=torch.int64)
     states = empty(16, 4096, dtype=torch.bfloat16)
-    rounds.follow_rows(above=above, caches=caches, beams=8, depth=3, first_slot=640, slots_per_branch=4, states=states)
+    runs.follow_rows(above=above, caches=caches, beams=8, depth=3, first_slot=640, slots_per_branch=4, states=states)
 
 
 def test_levels_of_trees(architecture: int) -> None:

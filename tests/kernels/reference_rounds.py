@@ -1,4 +1,7 @@
-"""`ssd.kernels.triton.rounds` in numpy: what kernels of all devices must compute. Padding is -1, as for them."""
+"""`ssd.kernels.triton.rounds` and `runs` in numpy: what kernels of all devices must compute.
+
+Padding is -1, as for them.
+"""
 
 from __future__ import annotations
 

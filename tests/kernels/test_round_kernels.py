@@ -21,10 +21,12 @@ from ssd.kernels.cpu import features as features_cpu
 from ssd.kernels.device import kernels
 
 triton_rounds = pytest.importorskip("ssd.kernels.triton.rounds", exc_type=ImportError)
+triton_runs = pytest.importorskip("ssd.kernels.triton.runs", exc_type=ImportError)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
 C = kernels(CPU).rounds
 ALL = ((reference_rounds, CPU), (C, CPU), (triton_rounds, DEVICE))
+RUNS = ((reference_rounds, CPU), (kernels(CPU).runs, CPU), (triton_runs, DEVICE))
 VOCAB, BLOCK_SIZE, MAX_LEN = 50, 4, 40
 SEEDS = mostly_slow(range(12), fast=range(12 if torch.cuda.is_available() else 4))
 Tensors = dict[str, torch.Tensor]
@@ -241,7 +243,7 @@ def test_staging(seed: int, fork: bool) -> None:
     drafted = [world.rng.randint(0, world.lookahead) if fork else 0 for _ in slots]
     computed = torch.tensor([max(0, int(n) - world.rng.randint(0, reads + 2)) for n in world.tensors["length"]])
     results = []
-    for rounds, device in ALL:
+    for runs, device in RUNS:
         state = world.state(device)
         own: Tensors = {
             "slots": torch.tensor(slots, dtype=torch.int32, device=device),
@@ -253,7 +255,7 @@ def test_staging(seed: int, fork: bool) -> None:
             "verified_confidence": torch.zeros((len(slots), world.width), device=device),
             "hit": torch.zeros(len(slots), dtype=torch.int32, device=device),
         }
-        rounds.stage(state.view, **own, hit_origin=Origin.HIT, vocab_size=VOCAB - 5, fork=fork)
+        runs.stage(state.view, **own, hit_origin=Origin.HIT, vocab_size=VOCAB - 5, fork=fork)
         results.append({name: values.cpu() for name, values in own.items()})
         results[-1]["computed"][-1] = 0  # several rows of padding write it at the same time
     expected = results[0]
@@ -285,10 +287,10 @@ def test_looking_up(seed: int) -> None:
             chain[i * width + branch, 0] = lasts[slot]
     states, rows = [], list[torch.Tensor]()
     origins: dict[str, Any] = {"hit": Origin.HIT, "miss": Origin.SIBLING}
-    for rounds, device in ALL:
+    for runs, device in RUNS:
         states.append(world.state(device))
         rows.append(torch.full((len(slots),), -1, dtype=torch.int32, device=device))
-        rounds.look_up(
+        runs.look_up(
             states[-1].view,
             slots=torch.tensor(slots, dtype=torch.int32, device=device),
             after=after.to(device)[:, :width],
@@ -316,9 +318,9 @@ def test_storing_drafts(seed: int) -> None:
     slots, count = world.rng.sample(range(len(world.tables) - 1), 3), world.rng.randint(1, world.lookahead)
     chain, confidence = torch.randint(0, VOCAB, (5, world.lookahead + 1)).int(), torch.rand(5, world.lookahead + 1)
     states = []
-    for rounds, device in ALL:
+    for runs, device in RUNS:
         states.append(world.state(device))
-        rounds.store(
+        runs.store(
             states[-1].view,
             slots=torch.tensor(slots, dtype=torch.int32, device=device),
             chain=chain.to(device),
@@ -340,11 +342,11 @@ def test_extending_rows(width: int, depth: int) -> None:
     integers = torch.randint(0, 30, (3, sequences)).int()
     after, chain = torch.randint(0, 5, (sequences, 14)).int(), torch.randint(0, VOCAB, (70, 4)).int()
     found = []
-    for rounds, device in ALL:
+    for runs, device in RUNS:
         names = ("tokens", "positions", "slot_mapping", "decided", "row_slots")
         out = {name: torch.full((num_rows,), -1, dtype=torch.int32, device=device) for name in names}
         slots, first, count = integers.to(device)
-        rounds.extend_rows(
+        runs.extend_rows(
             slots=slots,
             first=first,
             count=count,
@@ -376,13 +378,13 @@ def test_rows_that_are_read(seed: int, width: int) -> None:
     reads, depths = world.rng.randint(1, 5), world.rng.randint(1, 4)
     first, count = torch.randint(0, MAX_LEN, (3,)).int(), torch.randint(1, 8, (3,)).int()
     given, found = torch.randint(0, VOCAB, (3, 9)).int(), []
-    for rounds, device in ALL:
+    for runs, device in RUNS:
         names = ("tokens", "positions", "slot_mapping", "context_len", "decided")
         sizes = (3 * reads, 3 * reads, 3 * reads, 3, 3)
         out = {name: torch.full((size,), -7, device=device).int() for name, size in zip(names, sizes, strict=True)}
         last = torch.zeros(3, dtype=torch.int64, device=device)
         beams = torch.zeros(depths, 4, 3 * width, dtype=torch.int32, device=device) if width else None
-        rounds.read_rows(
+        runs.read_rows(
             slots=slots.to(device),
             first=first.to(device),
             count=count.to(device),
@@ -408,10 +410,10 @@ def test_keeping_the_best_of_two(each: int) -> None:
     """Also where there is no second token, and none at all; one row or several of a row of the chain."""
     best = torch.tensor([[3, 4], [5, 6], [7, 0], [0, 0]]).int()
     scores = torch.tensor([[2.5, 1.0], [1.0, 1.0], [1.0, -torch.inf], [-torch.inf, -torch.inf]])
-    for rounds, device in ALL:
+    for runs, device in RUNS:
         chain, confidence = torch.zeros((6, 4), dtype=torch.int32, device=device), torch.zeros((6, 4), device=device)
         tensors = {"best": best.to(device), "scores": scores.to(device), "chain": chain, "confidence": confidence}
-        rounds.keep_best(**tensors, column=1, each=each, max_confidence=100.0)
+        runs.keep_best(**tensors, column=1, each=each, max_confidence=100.0)
         assert chain[: 4 // each, 1 : 1 + each].flatten().tolist() == [3, 5, 7, 0]
         assert confidence[: 4 // each, 1 : 1 + each].flatten().tolist() == [1.5, 0.0, 100.0, 0.0]
         assert int(chain.count_nonzero()) == 3
@@ -428,13 +430,13 @@ def test_rows_of_blocks(seed: int, anchored: bool) -> None:
     slots = world.rng.sample(range(len(world.tables) - 1), world.rng.randint(1, 5))
     slots += [len(world.tables) - 1] * (seed % 3 * 30)  # padding, also more rows than one program has
     n, queries, found = len(slots), count + (not anchored), []
-    for rounds, device in ALL:
+    for runs, device in RUNS:
         names = ("tokens", "positions", "slot_mapping", "context_len", "row_slots")
         out = {name: torch.full((n * queries,), -2, dtype=torch.int32, device=device) for name in names}
         for name in ("decided", "decided_slot"):
             made = torch.full((n * count,), -2, dtype=torch.int32, device=device)
             out[name] = made.view(count, n).T if by_place else made.view(n, count)
-        rounds.block_rows(
+        runs.block_rows(
             world.state(device).view,
             slots=torch.tensor(slots, dtype=torch.int32, device=device),
             tables=world.tables.to(device),
@@ -511,7 +513,7 @@ def test_slots_that_are_not_there_are_refused() -> None:
     for slot in (-1, len(state.length)):
         slots = torch.tensor([slot], dtype=torch.int32)
         with pytest.raises(IndexError):
-            C.store(
+            kernels(CPU).runs.store(
                 state.view,
                 slots=slots,
                 chain=chain,
@@ -520,7 +522,7 @@ def test_slots_that_are_not_there_are_refused() -> None:
                 value=Origin.JIT,
             )
         with pytest.raises(IndexError):
-            C.look_up(
+            kernels(CPU).runs.look_up(
                 state.view,
                 slots=slots,
                 after=chain[:1, :1],

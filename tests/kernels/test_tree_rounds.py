@@ -18,10 +18,12 @@ from ssd.kernels.device import kernels
 from ssd.kernels.state import LastRows, TreeRows
 
 triton_rounds = pytest.importorskip("ssd.kernels.triton.rounds", exc_type=ImportError)
+triton_runs = pytest.importorskip("ssd.kernels.triton.runs", exc_type=ImportError)
 triton_features = pytest.importorskip("ssd.kernels.triton.features", exc_type=ImportError)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
 ALL = ((kernels(CPU).rounds, features_cpu, CPU), (triton_rounds, triton_features, DEVICE))
+RUNS = ((kernels(CPU).runs, CPU), (triton_runs, DEVICE))
 VOCAB, BLOCK_SIZE, MAX_LEN, SLOTS, NODES, DEPTH, WIDTH = 6, 4, 60, 5, 9, 4, 3
 NOT_DECIDED = 1 << 30
 
@@ -195,12 +197,12 @@ def test_rows_follow_rows(beams: int) -> None:
     dice, sequences, depth, first, slots = random.Random(beams), 3, 2, 5, 4
     above = [i // beams * beams + dice.randrange(beams) for i in range(sequences * beams)]
     cells = first + len(above) * slots + 1
-    for rounds, _, device in ALL:
+    for runs, device in RUNS:
         kv = [torch.arange(cells * size, dtype=torch.int32, device=device).view(cells, size) for size in (1, 3, 700)]
         before = [each.clone() for each in kv]
         old_states = torch.randn(len(above), 900, device=device).bfloat16()
         states = old_states.clone() if beams > 1 else None
-        rounds.follow_rows(
+        runs.follow_rows(
             above=torch.tensor(above, device=device),
             caches=torch.tensor([[each.data_ptr(), each[0].numel() * 4] for each in kv], device=device),
             beams=beams,

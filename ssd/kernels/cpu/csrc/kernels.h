@@ -188,8 +188,8 @@ struct best {
     struct generator g;
 };
 
-/* Functions of rounds, as triton/rounds.py describes them.  -1 is padding: as a row's work, as a work's slot, as a logit row, as
- * a work's first row. */
+/* Functions of rounds and draft runs, as triton/rounds.py and runs.py describe them.  -1 is padding: as a row's work, as
+ * a work's slot, as a logit row, as a work's first row. */
 struct state { /* a row of each for every slot */
     int32_t *length, *token_ids, *drafts;
     float *confidence;
