@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -150,13 +151,18 @@ def harmony_checkpoint(folder: Path) -> Path:
 
 
 class Forced:
-    """A logits processor: the model writes these texts, one a request, as tokens of its tokenizer."""
+    """A logits processor: the model writes these texts, one a request, as tokens of its tokenizer.
 
-    def __init__(self, tokenizer: Any, *texts: str) -> None:
+    `pause`: seconds before each token, in which a busy machine sends those before it: otherwise it joins them.
+    """
+
+    def __init__(self, tokenizer: Any, *texts: str, pause: float = 0.0) -> None:
+        self._pause = pause
         self._answers = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         self._left: list[int] = []
 
     def __call__(self, token_ids: list[int], logits: Any) -> Any:
+        time.sleep(self._pause)
         if not self._left:
             self._left = self._answers.pop(0)
         chosen = self._left.pop(0)

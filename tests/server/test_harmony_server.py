@@ -45,8 +45,8 @@ def force(served: Served, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
         prompts.append(served.llm.decode(checked.prompt_token_ids, skip_special_tokens=False))
         return submit(checked, **options)
 
-    def forced(*texts: str) -> list[str]:
-        answers = Forced(served.llm.tokenizer, *texts)
+    def forced(*texts: str, pause: float = 0.0) -> list[str]:
+        answers = Forced(served.llm.tokenizer, *texts, pause=pause)
         monkeypatch.setattr(chat, "_params", lambda *given: replace(params(*given), logits_processor=answers))
         monkeypatch.setattr(served.llm.driver, "submit_checked", submitted)
         return prompts
@@ -81,13 +81,14 @@ def test_a_conversation_with_a_tool_call(served: Served, force: Callable[..., li
 
 def test_streams(served: Served, force: Callable[..., list[str]]) -> None:
     """Chunks of chats, events of responses and of messages: the same parts everywhere."""
-    force(CALL, CALL, CALL)
+    force(CALL, pause=0.02)
     with served.client().chat.completions.stream(model=MODEL, messages=ASK, tools=[TOOL]) as stream:
         events = list(stream)
         [choice] = stream.get_final_completion().choices
     assert choice.finish_reason == "tool_calls"
     assert [c.function.arguments for c in choice.message.tool_calls] == [ARGUMENTS]
     assert sum(e.type == "tool_calls.function.arguments.delta" for e in events) > 2
+    force(CALL, CALL)
     tool = {"type": "function", "strict": False, **TOOL["function"]}
     with served.client().responses.stream(model=MODEL, input="Weather?", tools=[tool]) as stream:
         list(stream)
