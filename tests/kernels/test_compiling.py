@@ -31,4 +31,4 @@ def test_kernels_are_compiled_ahead() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the other tests compile the kernels")
 def test_kernels_compile_for_several_architectures() -> None:
     """sm_80, sm_89 and sm_90: whatever rows, types and heads a model has."""
-    run("architecture_cases.py", passed=108)
+    run("architecture_cases.py", passed=102)

@@ -35,8 +35,12 @@ def early_launch(device: torch.device, wanted: bool = True) -> dict[str, Any]:
 @functools.cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program can have; the interpreter gets an H200's."""
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-    return {(8, 0): 163, (9, 0): 227, (10, 0): 227}.get(capability, 99) << 10
+    return shared_memory_of(torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0))
+
+
+def shared_memory_of(capability: tuple[int, int]) -> int:
+    """Likewise, by compute capability; (0, 0): the interpreter."""
+    return {(0, 0): 227, (8, 0): 163, (9, 0): 227, (10, 0): 227}.get(capability, 99) << 10
 
 
 @functools.cache

@@ -40,7 +40,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ssd.kernels.cuda import fp8_attention
-from ssd.kernels.cuda.launch import early_launch, processors
+from ssd.kernels.cuda.launch import early_launch, processors, shared_memory_of
 from ssd.kernels.ops import UNSCALED, DeviceBatch, HeadShape, KVScales
 from ssd.kernels.triton.e4m3 import as_bytes, beside, widen, widening
 
@@ -605,6 +605,11 @@ class Workspace:
         self.count = torch.zeros(max(pieces), dtype=torch.int32, device=device)  # programs that are done with a tile
         self._planned: dict[tuple[int, int, int], tuple[DeviceBatch, Items]] = {}  # by window, piece and programs
 
+    @property
+    def small(self) -> bool:
+        """Whether a program has less than 128 KB of shared memory."""
+        return shared_memory_of(self.capability) < 128 << 10
+
     def programs(self, heads: HeadShape) -> int:
         """Per KV head, or part of its query heads. One of latent attention fills a multiprocessor's memory."""
         return max(1, (1 if heads.latent_dim else _PROGRAMS) * self._processors // columns(heads)[0])
@@ -711,7 +716,7 @@ def paged_attention(
             PLANNED=planned,
             PATHS=0 if paths is None else paths.shape[1],
             TOGETHER=_nodes_together(heads, wide),
-            PATH_STAGES=_PATH_STAGES,
+            PATH_STAGES=1 if workspace.small else _PATH_STAGES,
             **early_launch(q.device),
         )
     if batch.prefill_tiles is not None:

@@ -39,7 +39,8 @@ from ssd.kernels.triton.attention import (
     tile_rows,
 )
 
-_STEP = 64  # positions per step, in float32 a fourth for want of shared memory; part of the fixed order
+# Positions per step, part of the fixed order. For want of shared memory half of it on small GPUs, a fourth in float32.
+_STEP = 64
 _MMA_ROWS = 64  # of the tensor cores' wide side
 _WARPS = 8
 _FOLD_COLUMNS = 16  # of a program that folds, at most
@@ -362,7 +363,7 @@ def latent_attention(
     block_size = cache.shape[1]
     block_d, block_r = triton.next_power_of_2(dim), max(MMA_COLUMNS, triton.next_power_of_2(rope_dim))
     wide = q.element_size() == 4
-    step = _STEP // 4 if wide else _STEP
+    step = _STEP // 4 if wide else _STEP // 2 if workspace.small else _STEP
     tma = (
         workspace.capability >= (9, 0) and block_size % step == 0 and (block_d, block_r) == (dim, rope_dim) and not wide
     )
@@ -392,7 +393,7 @@ def latent_attention(
             FOLDED=LATENT_GROUP,
             PREFILL=prefill,
             TMA=tma,
-            STAGES=1 if wide else 2,
+            STAGES=1 if wide or workspace.small else 2,
             PATHS=0 if prefill or paths is None else paths.shape[1],
             num_warps=_WARPS,
             **options,
