@@ -10,13 +10,11 @@
 // partial results are read at the same time).
 
 #include "pipeline.cu"
+#include "softmax.cu"
 
 constexpr int DIM = 128, STEP = 64, SPLIT = 512;  // STEP, SPLIT: BLOCK_N and SPLIT of attention.py
 constexpr int UNIT_BYTES = STEP * DIM;
-constexpr int ITEM = 16;       // integers of an item
 constexpr int TILE_ROWS = 16;  // rows of a tile in the workspace
-
-#define MINUS_INF __uint_as_float(0xFF800000u)
 
 struct Params {
     const bf16* q;
@@ -67,30 +65,17 @@ struct Sums {
         }
     }
 };
-__device__ __forceinline__ float safe_of(float m) { return m == MINUS_INF ? 0.0f : m; }
-// `_fold` of one column's statistics: the factors of its earlier results and of those that are added.
-__device__ __forceinline__ void fold(float& m, float& l, float m_piece, float l_piece, float scale,
-                                     float (&factors)[2]) {
-    const float top = fmaxf(m, m_piece), safe = safe_of(top);
-    factors[0] = exp2_(__fmul_rn(__fsub_rn(m, safe), scale));
-    factors[1] = exp2_(__fmul_rn(__fsub_rn(m_piece, safe), scale));
-    m = top, l = __fmaf_rn(l, factors[0], __fmul_rn(l_piece, factors[1]));
-}
-__device__ __forceinline__ float folded(float sum, float piece, const float (&factors)[2]) {
-    return __fmaf_rn(sum, factors[0], __fmul_rn(piece, factors[1]));
-}
 template <int NT>
 __device__ __forceinline__ void fold(Sums<NT>& all, const Sums<NT>& piece, float scale) {
 #pragma unroll
     for (int n = 0; n < NT; ++n)
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-            float factors[2];
-            fold(all.m[n][c], all.l[n][c], piece.m[n][c], piece.l[n][c], scale, factors);
+            const float2 factors = fold(all.m[n][c], all.l[n][c], piece.m[n][c], piece.l[n][c], scale);
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
                 float& sum = all.acc[i / 2][n][i % 2 * 2 + c];
-                sum = folded(sum, piece.acc[i / 2][n][i % 2 * 2 + c], factors);
+                sum = folded(sum, piece.acc[i / 2][n][i % 2 * 2 + c], factors.x, factors.y);
             }
         }
 }
@@ -298,8 +283,8 @@ __device__ __forceinline__ void fold_pieces(const Params& p, int place, int piec
                     for (int half = 0; half < 2; ++half) {
                         const uint4 v = results[k][own * 2 + half];
                         float (&sum)[4] = sums[own * 2 + half];
-                        sum[c] = folded(sum[c], __uint_as_float(c ? v.y : v.x), both);
-                        sum[c + 2] = folded(sum[c + 2], __uint_as_float(c ? v.w : v.z), both);
+                        sum[c] = folded(sum[c], __uint_as_float(c ? v.y : v.x), both[0], both[1]);
+                        sum[c + 2] = folded(sum[c + 2], __uint_as_float(c ? v.w : v.z), both[0], both[1]);
                     }
                 }
         }

@@ -12,10 +12,10 @@
 // Macros: ROWS (of a tile, a multiple of 8), GROUP (query heads of a part), BOXES (of the ring), CHUNK (`latent_fold.cu`).
 
 #include "pipeline.cu"
+#include "softmax.cu"
 
 constexpr int STEP = 64, SPLIT = 128, FOLDED = 8;  // positions, positions, pieces: the definition's (attention.py)
 constexpr int VALUE = 512, PARTS = 9;              // of 64 columns: those of a value, then the rotated ones
-constexpr int ITEM = 16;                           // integers of an item
 constexpr int PART_BYTES = STEP * 128, Q_BYTES = PARTS * ROWS * 128, P_BYTES = ROWS * 128;
 constexpr int BOX = 3, BOX_BYTES = BOX * PART_BYTES;  // parts; three boxes are a step
 constexpr int SCORERS = 128, ADDERS = 256;  // threads, behind those that copy
@@ -32,8 +32,6 @@ constexpr int TOPS_AT = P_AT + 2 * P_BYTES;           // largest scores, likewis
 constexpr int BOXES_AT = (TOPS_AT + 2 * ROWS * 16 + 1023) / 1024 * 1024;
 static_assert(sizeof(Shared) <= STATS_AT && STATS_AT + 2 * ROWS * 8 <= RING_AT, "they are before the queries");
 static_assert(BOXES >= 2 * BOX, "a step is in the ring while the next one comes");
-
-#define MINUS_INF __uint_as_float(0xFF800000u)
 
 struct Params {
     bf16* out;
@@ -90,18 +88,6 @@ struct Place {
     }
 };
 
-__device__ __forceinline__ float safe_of(float m) { return m == MINUS_INF ? 0.0f : m; }
-// `fold` of one row's statistics: the factors of its earlier results and of those that are added.
-__device__ __forceinline__ float2 fold(float& m, float& l, float m_more, float l_more, float scale) {
-    const float top = fmaxf(m, m_more), safe = safe_of(top);
-    const float old = exp2_(__fmul_rn(__fsub_rn(m, safe), scale));
-    const float more = exp2_(__fmul_rn(__fsub_rn(m_more, safe), scale));
-    m = top, l = __fmaf_rn(l, old, __fmul_rn(l_more, more));
-    return make_float2(old, more);
-}
-__device__ __forceinline__ float folded(float sum, float more, float old_factor, float factor) {
-    return __fmaf_rn(sum, old_factor, __fmul_rn(more, factor));
-}
 __device__ __forceinline__ uint2 bits_of(float a, float b) {
     return make_uint2(__float_as_uint(a), __float_as_uint(b));
 }
